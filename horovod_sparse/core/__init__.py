@@ -1,0 +1,32 @@
+"""The algorithms, free of any framework and of any communication.
+
+A step is a generator: it yields the collectives it needs (`Allgather`, `Allreduce`), is sent their results, and returns
+the update. Whoever drives it supplies the communication: a front end over Horovod, or `virtual.run`, which drives
+many ranks in one process.
+"""
+
+from horovod_sparse.core.a2sgd import A2SGD, SignShift
+from horovod_sparse.core.collectives import Allgather, Allreduce, Collective
+from horovod_sparse.core.layout import FlatLayout, TensorSpec
+from horovod_sparse.core.micro import MiCRO, SparseUpdate
+from horovod_sparse.core.partition import Partition, owned_partition, partition
+from horovod_sparse.core.stats import StepStats
+from horovod_sparse.core.threshold import AdaptiveThreshold, PaperThreshold
+
+__all__ = [
+    "A2SGD",
+    "AdaptiveThreshold",
+    "Allgather",
+    "Allreduce",
+    "Collective",
+    "FlatLayout",
+    "MiCRO",
+    "PaperThreshold",
+    "Partition",
+    "SignShift",
+    "SparseUpdate",
+    "StepStats",
+    "TensorSpec",
+    "owned_partition",
+    "partition",
+]

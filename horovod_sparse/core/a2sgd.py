@@ -1,0 +1,92 @@
+"""A2SGD (arXiv 2006.07405): each rank sends the means of its positive and of its negative gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.core.collectives import Allreduce, Array
+from horovod_sparse.core.kernels import kernels_for
+from horovod_sparse.core.layout import FlatLayout
+from horovod_sparse.core.step import SettingError, Step
+
+
+def check_settings(granularity: str, sync_every: int | None) -> None:
+    """Raise SettingError unless A2SGD can work with these settings."""
+    if granularity not in ("model", "tensor"):
+        raise SettingError("granularity", granularity, '"model" or "tensor"')
+    whole = isinstance(sync_every, int) and not isinstance(sync_every, bool)
+    if sync_every is not None and not (whole and sync_every >= 1):
+        raise SettingError("sync_every", sync_every, "a number of steps >= 1, or None to never average the parameters")
+
+
+@dataclass(frozen=True)
+class SignShift:
+    """The gradient to apply: g_i + up where g_i >= 0, g_i - down elsewhere; a pair (up, down) for each tensor."""
+
+    shifts: NDArray[np.float64]
+
+    def write(self, layout: FlatLayout, gradient: list[Array]) -> None:
+        """Shift the flattened tensors of `gradient` in place."""
+        for g, (up, down) in zip(gradient, self.shifts.tolist(), strict=True):
+            kernels_for(g).shift_by_sign(g, up, down)
+
+
+class A2SGD:
+    """One rank's A2SGD. Its only state is the step t: the local error is used in the step that made it.
+
+    Args:
+        layout: the flat vector of d elements.
+        granularity: "model" takes the two means over the whole model, "tensor" over each tensor.
+
+    Raises:
+        SettingError: granularity is neither.
+    """
+
+    def __init__(self, layout: FlatLayout, granularity: str = "model") -> None:
+        check_settings(granularity, None)
+        self.layout = layout
+        self.granularity = granularity
+        self.t = 0
+
+    def step(self, gradient: list[Array], rank: int, world_size: int) -> Step[SignShift | None]:
+        """One step on one rank (A2SGD, algorithm 1).
+
+        With mu+ the mean of g_i over its elements >= 0, mu- the mean of |g_i| over the others,
+        enc(g_i) = mu+ [g_i >= 0] - mu- [g_i < 0], and the local error e_i = g_i - enc(g_i), the gradient to apply is
+        e_i + Mu+ [g_i >= 0] - Mu- [g_i < 0], where Mu are the means of mu over the ranks: g_i, shifted by two
+        constants.
+
+        Args:
+            gradient: g_i, the flattened tensors of `layout`, of a floating dtype; not modified.
+            rank, world_size: i and n.
+
+        Returns:
+            The shift to apply to this rank's gradient; None if the gradient of some rank was not finite.
+        """
+        kernels = kernels_for(gradient[0])
+        sums = np.array([kernels.sign_sums(kernels.cast(g, self.layout.dtype)) for g in gradient])
+        if self.granularity == "model":
+            sums = sums.sum(axis=0, keepdims=True)
+        means = _means(sums, self._numels())
+        total = yield Allreduce(kernels.numbers(means.ravel(), gradient[0], self.layout.dtype))
+        self.t += 1
+        if not kernels.all_finite(total):
+            return None
+        global_means = np.array(total.tolist()).reshape(means.shape) / world_size
+        return SignShift(np.broadcast_to(global_means - means, (len(gradient), 2)))
+
+    def _numels(self) -> NDArray[np.int64]:
+        numels = np.array([tensor.numel for tensor in self.layout.tensors])
+        return numels.sum(keepdims=True) if self.granularity == "model" else numels
+
+
+def _means(sums: Any, numels: NDArray[np.int64]) -> NDArray[np.float64]:
+    """(mu+, mu-) from rows of `kernels.sign_sums`; NaN where an element is NaN, and so has no sign."""
+    positive, positives, negative, negatives = sums.T
+    means = np.stack([positive / np.maximum(positives, 1), negative / np.maximum(negatives, 1)], axis=1)
+    means[positives + negatives != numels] = np.nan
+    return means

@@ -1,0 +1,78 @@
+"""The flat vector: which tensor lies where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, zip_longest
+from math import prod
+from typing import NamedTuple
+
+from horovod_sparse.core.collectives import Array
+from horovod_sparse.core.partition import Partition
+
+
+class TensorSpec(NamedTuple):
+    """A tensor's name, shape and dtype (as the frameworks spell it: "float32", "bfloat16")."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.dtype}{list(self.shape)})"
+
+
+class Piece(NamedTuple):
+    """The overlap of one tensor with a partition of the flat vector."""
+
+    tensor: int
+    within: slice
+    """The piece inside the flattened tensor."""
+    flat: slice
+    """The piece inside the flat vector."""
+
+
+class FlatLayout:
+    """Tensors laid end to end in one vector of `numel` elements, in the order of their names.
+
+    The order is the same on all ranks, in whatever order a rank registers its modules. The vector's own `dtype`, in
+    which gradients are accumulated, is "float64" if any tensor is, else "float32".
+    """
+
+    def __init__(self, tensors: Iterable[TensorSpec]) -> None:
+        self.tensors: tuple[TensorSpec, ...] = tuple(sorted(tensors))
+        self.offsets: tuple[int, ...] = tuple(accumulate((t.numel for t in self.tensors), initial=0))
+        self.numel: int = self.offsets[-1]
+        self._names = {tensor.name: tensor for tensor in self.tensors}
+        self.dtype: str = "float64" if any(t.dtype == "float64" for t in self.tensors) else "float32"
+
+    @classmethod
+    def flat(cls, numel: int, dtype: str = "float32") -> FlatLayout:
+        """The layout of a single vector."""
+        return cls([TensorSpec("flat", (numel,), dtype)])
+
+    def __contains__(self, tensor: TensorSpec) -> bool:
+        return self._names.get(tensor.name) == tensor
+
+    def split(self, vector: Array) -> list[Array]:
+        """One-dimensional views of `vector`, shape (numel,), one a tensor."""
+        return [vector[start:stop] for start, stop in zip(self.offsets, self.offsets[1:], strict=False)]
+
+    def pieces(self, partition: Partition) -> Iterator[Piece]:
+        """The non-empty overlaps of the tensors with `partition`, in order."""
+        for i, (start, stop) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
+            low, high = max(start, partition.start), min(stop, partition.stop)
+            if low < high:
+                yield Piece(i, slice(low - start, high - start), slice(low, high))
+
+
+def first_difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> tuple[str, str] | None:
+    """How two lists of tensors differ first: what either has there; None if they are equal."""
+    for a, b in zip_longest(ours, theirs):
+        if a != b:
+            return str(a) if a else "no further tensor", str(b) if b else "no further tensor"
+    return None

@@ -1,0 +1,28 @@
+"""Figures of one step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepStats(NamedTuple):
+    """What one step selected and sent.
+
+    `density`, `target_density`, `selected` and `threshold` are None for a method that selects no elements (A2SGD).
+    """
+
+    step: int
+    """Steps taken so far, this one included."""
+    numel: int
+    """d: gradient elements of the whole model."""
+    target_density: float | None
+    density: float | None
+    """selected / numel."""
+    selected: int | None
+    """Elements updated in this step, over all ranks."""
+    threshold: float | None
+    """Magnitude from which elements were selected; 0.0 if everything was sent."""
+    bytes_sent: int
+    """Payload in bytes that this rank handed to Horovod in this step."""
+    skipped: bool
+    """True if a rank had a non-finite gradient: nothing was exchanged, and the residual is as it was."""

@@ -1,0 +1,170 @@
+"""Threshold estimators: from what magnitude on are elements selected?
+
+Both move one threshold, shared by all ranks, so that the number of selected elements meets k = density * d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log, sqrt
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.core.collectives import Allreduce, Array
+from horovod_sparse.core.step import Step
+
+Magnitudes = NDArray[np.float64]
+# Given magnitudes, an array to be reduced: how many of the elements this rank owns are at least as large as each.
+Count = Callable[[Magnitudes], Array]
+
+
+class ThresholdEstimator(Protocol):
+    """Sees the counts of this step (`estimate`) or of the one before (`observe`)."""
+
+    threshold: float | None
+    """The last step's threshold; None before the first."""
+
+    def magnitudes(self, k: float) -> Magnitudes:
+        """Magnitudes, ascending, to be counted in the round that every step begins with; the same number each step."""
+
+    def estimate(self, magnitudes: Magnitudes, counts: Array, k: float, count: Count) -> Step[float]:
+        """This step's threshold, given how many elements, of all ranks, are at least as large as each magnitude.
+
+        It may ask for further rounds: `count` counts this rank's elements at other magnitudes.
+        """
+
+    def observe(self, selected: int, k: float) -> None:
+        """Learn how many elements the threshold selected, of all ranks."""
+
+    def state(self) -> dict[str, float]:
+        """Plain numbers, from which `load` continues."""
+
+    def load(self, state: dict[str, float]) -> None: ...
+
+
+class PaperThreshold:
+    """The published rule (MiCRO, section IV-B, in the constants of the authors' code).
+
+    threshold_0 = 1 / (2 sqrt(k)); with e = selected / k of the step before, the threshold is multiplied by 1.005 if
+    e > 1.1, by 1.00125 if 0.909 < e <= 1.1, and by 0.995 otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.threshold: float | None = None
+        self._e: float | None = None
+
+    def magnitudes(self, k: float) -> Magnitudes:
+        return np.empty(0)
+
+    def estimate(self, magnitudes: Magnitudes, counts: Array, k: float, count: Count) -> Step[float]:
+        if self.threshold is None:
+            self.threshold = 1 / (2 * sqrt(k))
+        elif self._e is not None:
+            self.threshold *= 1.005 if self._e > 1.1 else 1.00125 if self._e > 0.909 else 0.995
+        return self.threshold
+        yield  # a step that asks for nothing
+
+    def observe(self, selected: int, k: float) -> None:
+        self._e = selected / k
+
+    def state(self) -> dict[str, float]:
+        return {} if self.threshold is None or self._e is None else {"threshold": self.threshold, "e": self._e}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.threshold, self._e = state.get("threshold"), state.get("e")
+
+
+class Bracket(NamedTuple):
+    """Where the threshold lies: `above_low` >= k elements are >= low, `above_high` < k are >= high."""
+
+    low: float
+    above_low: float
+    high: float
+    above_high: float
+
+    def narrowed(self, magnitudes: Magnitudes, counts: Array, k: float) -> Bracket:
+        """The tightest bracket that `counts`, the elements >= each magnitude, allow."""
+        low, above_low, high, above_high = self
+        for magnitude, above in zip(magnitudes.tolist(), counts.tolist(), strict=True):
+            if above >= k and magnitude > low:
+                low, above_low = magnitude, above
+            elif above < k and magnitude < high:
+                high, above_high = magnitude, above
+        return Bracket(low, above_low, high, above_high)
+
+    def slope(self) -> float:
+        """-d log(count) / d log(magnitude) inside the bracket."""
+        return log(self.above_low / max(self.above_high, 0.5)) / log(self.high / self.low)
+
+    def interpolated(self, k: float) -> float:
+        """The magnitude that k elements reach, if log(count) is linear in log(magnitude) between the two ends."""
+        return float(self.low * (self.above_low / k) ** (1 / self.slope()))
+
+
+class AdaptiveThreshold:
+    """A threshold that is right at every step, from the first on, at any scale of the gradients.
+
+    The ranks count, each over the elements that it owns in this very step, how many reach each of a few magnitudes
+    around the last threshold, chosen so that the counts should be `RATIOS` times k. The sums bracket the magnitude
+    that k elements reach; between the two ends it is interpolated. Should the magnitudes miss it, or leave too wide a
+    bracket (the first step, a sudden change of scale), the ranks count again, at `SEARCH` finer magnitudes a round.
+    """
+
+    RATIOS = np.array([3.4, 2.4, 1.7, 1.2, 0.85, 0.6, 0.42, 0.3])
+    SEARCH = 64
+    # A bracket is narrow enough if it holds at most this share of k: interpolation then errs by 1 % or so.
+    WIDEST = 0.5
+    # ... or if its ends are so close that the elements between them are as good as equal.
+    CLOSEST = 1.001
+
+    def __init__(self, dtype: str = "float32") -> None:
+        self.threshold: float | None = None
+        self._slope = 1.0
+        self._dtype = dtype
+
+    def magnitudes(self, k: float) -> Magnitudes:
+        if self.threshold is None:
+            low, high = self._range(Bracket(0.0, np.inf, np.inf, 0.0))
+            return self._representable(np.geomspace(low, high, self.RATIOS.size))
+        return self._representable(self.threshold * self.RATIOS ** (-1 / self._slope))
+
+    def estimate(self, magnitudes: Magnitudes, counts: Array, k: float, count: Count) -> Step[float]:
+        smallest = float(np.finfo(self._dtype).smallest_subnormal)
+        bracket = Bracket(0.0, np.inf, np.inf, 0.0).narrowed(magnitudes, counts, k)
+        while True:
+            if bracket.high <= smallest:  # fewer than k elements are not zero: select all that are not
+                self.threshold = None
+                return smallest
+            if bracket.low > 0 and bracket.high < np.inf:
+                if bracket.above_low - bracket.above_high <= max(self.WIDEST * k, 1):
+                    self._slope = min(max(bracket.slope(), 0.05), 1000.0)
+                    self.threshold = float(self._representable(np.array(bracket.interpolated(k))))
+                    return self.threshold
+                if bracket.high <= self.CLOSEST * bracket.low:  # many equal elements: select them all
+                    self.threshold = bracket.low
+                    return self.threshold
+            magnitudes = self._representable(np.geomspace(*self._range(bracket), self.SEARCH))
+            counts = yield Allreduce(count(magnitudes))
+            bracket = bracket.narrowed(magnitudes, counts, k)
+
+    def observe(self, selected: int, k: float) -> None:
+        """Nothing to learn: `estimate` saw the counts of this very step."""
+
+    def state(self) -> dict[str, float]:
+        return {} if self.threshold is None else {"threshold": self.threshold, "slope": self._slope}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.threshold, self._slope = state.get("threshold"), state.get("slope", 1.0)
+
+    def _range(self, bracket: Bracket) -> tuple[float, float]:
+        """The ends of `bracket`, as far as they are positive, finite numbers of the accumulator's dtype."""
+        numbers = np.finfo(self._dtype)
+        return max(bracket.low, float(numbers.smallest_subnormal)), min(bracket.high, float(numbers.max))
+
+    def _representable(self, magnitudes: Magnitudes) -> Magnitudes:
+        """Rounded to the accumulator's dtype, in which counting and selecting compare; positive and finite."""
+        numbers = np.finfo(self._dtype)
+        limited = magnitudes.clip(float(numbers.smallest_subnormal), float(numbers.max))
+        return limited.astype(self._dtype).astype(np.float64)

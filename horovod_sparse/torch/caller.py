@@ -1,0 +1,56 @@
+"""Whose gradient is it? Horovod hands a compressor a tensor, and nothing else.
+
+Horovod 0.28.1 calls `compress` from two methods of its optimizer: `_allreduce_grad_async(self, p)` and, with groups,
+`_grouped_allreduce_grad_async(self, ps)`. Their local variables tell the optimizer and the parameter. They are called
+by the hook of a parameter during the backward pass or, for what the backward pass left out, by `synchronize`. This is
+the only place that relies on these names, besides `_parameter_names`, `_requires_update` and `_compression`, attributes
+of the optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+# `compress` is two frames below one of Horovod's methods, or three where a list comprehension is a frame of its own.
+DEPTH = 6
+
+
+class Caller(NamedTuple):
+    optimizer: Any
+    """The `horovod.torch.DistributedOptimizer` that asks for the compression."""
+    parameter: torch.nn.Parameter
+    synchronizing: bool
+    """Called from `optimizer.synchronize()`, not from a hook in the backward pass."""
+
+
+def find_caller(tensor: torch.Tensor) -> Caller:
+    """The optimizer and the parameter whose gradient Horovod is about to reduce.
+
+    Raises:
+        ValueError: the call does not come from a Horovod optimizer, or no parameter of it has this gradient.
+    """
+    frame = sys._getframe(1)
+    for _ in range(DEPTH):
+        method = frame.f_code.co_name
+        if method == "_allreduce_grad_async":
+            parameter = frame.f_locals["p"]
+        elif method == "_grouped_allreduce_grad_async":
+            parameter = next((p for p in frame.f_locals["ps"] if p.grad is tensor), None)
+        else:
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+            continue
+        if parameter is None:
+            break
+        synchronizing = frame.f_back is not None and frame.f_back.f_code.co_name == "synchronize"
+        return Caller(frame.f_locals["self"], parameter, synchronizing)
+    raise ValueError(
+        f"a tensor of shape {tuple(tensor.shape)} was given to compress that is not the gradient of a parameter of a "
+        "horovod.torch.DistributedOptimizer. MiCRO and A2SGD compress the gradient of a whole model: pass them to "
+        "hvd.DistributedOptimizer(..., compression=...); for a single tensor use hvd.allreduce(tensor, "
+        "compression=hvd.Compression.fp16)"
+    )

@@ -1,0 +1,74 @@
+"""The collectives that a step asks for, over `horovod.torch`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.core.collectives import Allgather, Array, Collective
+from horovod_sparse.torch._horovod import hvd
+
+
+class Collectives:
+    """Horovod's collectives among the ranks of a process set, with a count of the payload handed over.
+
+    Args:
+        name: prefix of the names by which Horovod matches the ranks' calls.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(self, name: str, process_set: Any) -> None:
+        self.name = name
+        self.process_set = process_set
+        self.bytes_sent = 0
+        """Payload in bytes so far."""
+
+    @property
+    def rank(self) -> int:
+        return int(self.process_set.rank())
+
+    @property
+    def world_size(self) -> int:
+        return int(self.process_set.size())
+
+    def start(self, request: Collective, name: str) -> int:
+        """Start a collective; return Horovod's handle."""
+        tensor = torch.from_numpy(request.array) if isinstance(request.array, np.ndarray) else request.array
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        name = f"{self.name}.{name}"
+        if isinstance(request, Allgather):
+            return int(hvd.allgather_async(tensor, name=name, process_set=self.process_set))
+        return int(hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
+
+    def finish(self, handle: int) -> Array:
+        """Wait for a collective; return its result, as a numpy array if it lies in host memory."""
+        result: torch.Tensor = hvd.synchronize(handle)
+        return result.numpy() if result.device.type == "cpu" else result
+
+    def run(self, request: Collective, name: str) -> Array:
+        """Run a collective; return its result."""
+        return self.finish(self.start(request, name))
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """Every rank's `value` (JSON), in rank order."""
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
+        sizes = self.run(Allgather(np.array([text.size])), f"{name}.sizes")
+        joined = self.run(Allgather(text), f"{name}.texts")
+        return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(sizes)[:-1])]
+
+    def average_(self, tensors: list[torch.Tensor]) -> None:
+        """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them."""
+        # Sixteen bits are too few for a sum, and Horovod's PyTorch operations know no bfloat16.
+        wide = [t.float() if t.element_size() < 4 else t for t in tensors]
+        handles = [
+            hvd.allreduce_async_(t, name=f"{self.name}.average.{i}", op=hvd.Average, process_set=self.process_set)
+            for i, t in enumerate(wide)
+        ]
+        for tensor, mean, handle in zip(tensors, wide, handles, strict=True):
+            hvd.synchronize(handle)
+            self.bytes_sent += mean.numel() * mean.element_size()
+            if mean is not tensor:
+                tensor.copy_(mean)

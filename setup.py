@@ -1,0 +1,27 @@
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+root = Path(__file__).parent
+version = re.search(r'^__version__ = "(.+)"$', (root / "horovod_sparse" / "__init__.py").read_text(), re.MULTILINE)
+assert version, "horovod_sparse/__init__.py has no __version__"
+
+setup(
+    name="horovod_sparse",
+    version=version[1],
+    description="Gradient compression for Horovod, switched on by one argument: MiCRO and A2SGD",
+    long_description=(root / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
+    package_data={"horovod_sparse": ["py.typed"]},
+    install_requires=["numpy>=1.26", "numba>=0.60"],
+    extras_require={
+        "torch": ["torch>=2.0", "horovod>=0.28.1"],
+        "tensorflow": ["tensorflow>=2.16", "horovod>=0.28.1"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "scikit-learn", "ruff", "mypy"],
+        "bench": ["typer", "rich", "matplotlib", "scikit-learn"],
+    },
+)
