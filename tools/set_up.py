@@ -80,7 +80,6 @@ def fingerprint() -> str:
     inputs = [
         REQUIREMENTS.read_bytes(),
         Path(__file__).read_bytes(),
-        (ROOT / "setup.py").read_bytes(),
         sys.version.encode(),
         str(ROOT).encode(),
     ]

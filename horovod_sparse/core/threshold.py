@@ -126,26 +126,26 @@ class AdaptiveThreshold:
 
     def magnitudes(self, k: float) -> Magnitudes:
         if self.threshold is None:
-            low, high = self._range(Bracket(0.0, np.inf, np.inf, 0.0))
-            return self._representable(np.geomspace(low, high, self.RATIOS.size))
+            return self._spread(*self._range(Bracket(0.0, np.inf, np.inf, 0.0)), self.RATIOS.size)
         return self._representable(self.threshold * self.RATIOS ** (-1 / self._slope))
 
     def estimate(self, magnitudes: Magnitudes, counts: Array, k: float, count: Count) -> Step[float]:
         smallest = float(np.finfo(self._dtype).smallest_subnormal)
         bracket = Bracket(0.0, np.inf, np.inf, 0.0).narrowed(magnitudes, counts, k)
         while True:
+            low, high = self._range(bracket)
             if bracket.high <= smallest:  # fewer than k elements are not zero: select all that are not
                 self.threshold = None
                 return smallest
-            if bracket.low > 0 and bracket.high < np.inf:
-                if bracket.above_low - bracket.above_high <= max(self.WIDEST * k, 1):
-                    self._slope = min(max(bracket.slope(), 0.05), 1000.0)
-                    self.threshold = float(self._representable(np.array(bracket.interpolated(k))))
-                    return self.threshold
-                if bracket.high <= self.CLOSEST * bracket.low:  # many equal elements: select them all
-                    self.threshold = bracket.low
-                    return self.threshold
-            magnitudes = self._representable(np.geomspace(*self._range(bracket), self.SEARCH))
+            narrow = bracket.above_low - bracket.above_high <= max(self.WIDEST * k, 1)
+            if narrow and bracket.low > 0 and bracket.high < np.inf:
+                self._slope = min(max(bracket.slope(), 0.05), 1000.0)
+                self.threshold = float(self._representable(np.array(bracket.interpolated(k))))
+                return self.threshold
+            if bracket.low > 0 and high <= self.CLOSEST * low:  # many equal elements: select them all
+                self.threshold = low
+                return low
+            magnitudes = self._spread(low, high, self.SEARCH)
             counts = yield Allreduce(count(magnitudes))
             bracket = bracket.narrowed(magnitudes, counts, k)
 
@@ -162,6 +162,11 @@ class AdaptiveThreshold:
         """The ends of `bracket`, as far as they are positive, finite numbers of the accumulator's dtype."""
         numbers = np.finfo(self._dtype)
         return max(bracket.low, float(numbers.smallest_subnormal)), min(bracket.high, float(numbers.max))
+
+    def _spread(self, low: float, high: float, number: int) -> Magnitudes:
+        """Magnitudes from `low` to `high`, evenly spaced in their logarithms."""
+        with np.errstate(over="ignore"):  # rounding can push the largest float64 over the edge; it is clipped
+            return self._representable(np.geomspace(low, high, number))
 
     def _representable(self, magnitudes: Magnitudes) -> Magnitudes:
         """Rounded to the accumulator's dtype, in which counting and selecting compare; positive and finite."""

@@ -61,8 +61,8 @@ class Collectives:
 
     def average_(self, tensors: list[torch.Tensor]) -> None:
         """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them."""
-        # Sixteen bits are too few for a sum, and Horovod's PyTorch operations know no bfloat16.
-        wide = [t.float() if t.element_size() < 4 else t for t in tensors]
+        # Horovod's PyTorch operations take contiguous tensors and know no bfloat16; 16 bits are few for a sum anyway.
+        wide = [(t.float() if t.element_size() < 4 else t).contiguous() for t in tensors]
         handles = [
             hvd.allreduce_async_(t, name=f"{self.name}.average.{i}", op=hvd.Average, process_set=self.process_set)
             for i, t in enumerate(wide)

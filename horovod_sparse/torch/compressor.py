@@ -106,7 +106,14 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
             ValueError: `tensor` is not the gradient of a parameter of a Horovod optimizer.
         """
         caller = find_caller(tensor)
-        compressor = self_or_class if isinstance(self_or_class, SparseCompressor) else get_compressor(caller.optimizer)
+        optimizer, parameter, _ = caller
+        try:
+            compressor = self_or_class if isinstance(self_or_class, SparseCompressor) else get_compressor(optimizer)
+            compressor._bind(optimizer)
+        except ValueError:
+            if hasattr(optimizer, "_starting_models"):  # Adasum has put its update in the parameter's place
+                parameter.data.copy_(optimizer._starting_models[parameter])
+            raise
         return compressor._compress(tensor, caller)
 
     @staticmethod
@@ -170,13 +177,16 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
     def _before_synchronize(self, optimizer: Any) -> None:
         """Called on all ranks, before any of them waits for another's tokens."""
         self._agree_on_parameters(optimizer)
+
+    def _check_hooks(self, optimizer: Any) -> None:
+        """Note a parameter whose gradient Horovod does not hand over."""
         hooked = optimizer._requires_update
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p.requires_grad and p not in hooked:
                 name = optimizer._parameter_names.get(p, "of the optimizer")
                 self._note(
-                    f"parameter {name}, of shape {tuple(p.shape)}, was added or unfrozen after "
-                    "hvd.DistributedOptimizer was made, and Horovod does not reduce its gradient: make a new DistributedOptimizer"
+                    f"parameter {name}, of shape {tuple(p.shape)}, was added or unfrozen after the optimizer was given "
+                    "to hvd.DistributedOptimizer, so Horovod does not reduce its gradient: make a new one"
                 )
 
     def _agree_on_parameters(self, optimizer: Any) -> None:
@@ -211,12 +221,6 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
 
     def _compress(self, tensor: torch.Tensor, caller: Caller) -> tuple[torch.Tensor, Gradient | None]:
         optimizer, parameter, synchronizing = caller
-        try:
-            self._bind(optimizer)
-        except ValueError:
-            if hasattr(optimizer, "_starting_models"):  # Adasum has put its update in the parameter's place
-                parameter.data.copy_(optimizer._starting_models[parameter])
-            raise
         if optimizer.process_set.size() == 1:
             return tensor, None
         if synchronizing:
@@ -251,7 +255,9 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
 
     def _start_exchange(self) -> None:
         """Start what does not depend on other ranks; wait for nothing."""
+        assert self._optimizer
         assert self._collectives
+        self._check_hooks(self._optimizer())
         self._collectives.bytes_sent = 4 * len(self._gradients)  # the tokens
         needs_talk = not self._agreed or self._problem is not None
         self._flag = self._collectives.start(Allreduce(np.array([needs_talk], np.float32)), "flag")
@@ -308,11 +314,11 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
                 gradient.tensor.fill_(float("nan"))
             return
         update.write(self._algorithm.layout, [flat.array for flat in self._flat])
-        optimizer = self._optimizer() if self._optimizer else None
-        assert optimizer is not None
+        assert self._optimizer
         assert self._collectives
+        summing = self._optimizer().op == hvd.Sum  # type: ignore[union-attr]
         for flat in self._flat:
-            flat.store(scale=self._collectives.world_size if optimizer.op == hvd.Sum else 1)
+            flat.store(scale=self._collectives.world_size if summing else 1)
 
 
 def _synchronize(optimizer: Any) -> None:
