@@ -64,8 +64,10 @@ def main() -> int:
         python("-m", "pip", "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT), what="horovod_sparse")
         check_imports()
         READY.write_text(fingerprint())
-    except (SetUpError, KeyboardInterrupt) as error:
+    except BaseException as error:
         shutil.rmtree(VENV, ignore_errors=True)
+        if not isinstance(error, SetUpError | KeyboardInterrupt):
+            raise
         print(
             f"\nset-up stopped: {error or 'interrupted'}\nNothing was left behind; run the same command again.",
             file=sys.stderr,

@@ -23,8 +23,7 @@ class Collectives:
     def __init__(self, name: str, process_set: Any) -> None:
         self.name = name
         self.process_set = process_set
-        self.bytes_sent = 0
-        """Payload in bytes so far."""
+        self._bytes_sent = 0
 
     @property
     def rank(self) -> int:
@@ -34,10 +33,19 @@ class Collectives:
     def world_size(self) -> int:
         return int(self.process_set.size())
 
+    def count(self, nbytes: int) -> None:
+        """Add to the payload that this rank has handed to Horovod."""
+        self._bytes_sent += nbytes
+
+    def take_count(self) -> int:
+        """The payload in bytes since the last call."""
+        nbytes, self._bytes_sent = self._bytes_sent, 0
+        return nbytes
+
     def start(self, request: Collective, name: str) -> int:
         """Start a collective; return Horovod's handle."""
         tensor = torch.from_numpy(request.array) if isinstance(request.array, np.ndarray) else request.array
-        self.bytes_sent += tensor.numel() * tensor.element_size()
+        self.count(tensor.nbytes)
         name = f"{self.name}.{name}"
         if isinstance(request, Allgather):
             return int(hvd.allgather_async(tensor, name=name, process_set=self.process_set))
@@ -69,6 +77,6 @@ class Collectives:
         ]
         for tensor, mean, handle in zip(tensors, wide, handles, strict=True):
             hvd.synchronize(handle)
-            self.bytes_sent += mean.numel() * mean.element_size()
+            self.count(mean.nbytes)
             if mean is not tensor:
                 tensor.copy_(mean)

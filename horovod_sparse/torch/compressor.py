@@ -36,6 +36,10 @@ from horovod_sparse.torch.gradient import FLOATING, FlatGradient, spec_of
 
 State = Mapping[str, Any]
 
+# What Horovod reduces in a gradient's place. Its value means nothing: that it was reduced tells that all ranks have
+# their gradient of this parameter.
+TOKEN = torch.zeros(1)
+
 
 class Gradient(NamedTuple):
     """A gradient of the step under way: what Horovod keeps as its context."""
@@ -55,7 +59,7 @@ class on_class_or_instance:
         return partial(self._function, owner) if instance is None else MethodType(self._function, instance)
 
 
-class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
+class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     """What MiCROCompressor and A2SGDCompressor share: life inside Horovod's optimizer."""
 
     method: str
@@ -158,7 +162,7 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
 
     def _bind(self, optimizer: Any) -> None:
         """Serve `optimizer`, and no other."""
-        bound = self._optimizer() if self._optimizer else None
+        bound = self._bound_optimizer()
         if bound is optimizer:
             return
         if bound is not None:
@@ -172,7 +176,11 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
                 "op=hvd.Average or op=hvd.Sum, or Adasum with compression=hvd.Compression.fp16"
             )
         self._optimizer = weakref.ref(optimizer)
-        optimizer.synchronize = MethodType(_synchronize, optimizer)
+        optimizer.synchronize = partial(_synchronize, self, optimizer.synchronize)
+
+    def _bound_optimizer(self) -> Any:
+        """The optimizer, or None if there is none, or none any more."""
+        return self._optimizer() if self._optimizer else None
 
     def _before_synchronize(self, optimizer: Any) -> None:
         """Called on all ranks, before any of them waits for another's tokens."""
@@ -195,10 +203,11 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
             return
         trained = {name: p for p, name in optimizer._parameter_names.items() if p in optimizer._requires_update}
         specs = [spec_of(name, p) for name, p in sorted(trained.items())]
-        # The name must not depend on what is not agreed upon yet.
+        # Until they are known to agree, the ranks' names for their collectives must not depend on the model.
         collectives = Collectives("horovod_sparse", optimizer.process_set)
         self._agree(collectives, specs)
-        self._collectives = Collectives(f"horovod_sparse.{self.method}.{specs[0].name}", optimizer.process_set)
+        collectives.name = f"horovod_sparse.{self.method}.{specs[0].name if specs else ''}"
+        self._collectives = collectives
 
     def _agree(self, collectives: Collectives, specs: list[TensorSpec], **state: Any) -> list[dict[str, Any]]:
         """Compare notes with all ranks; raise the same RuntimeError on all of them if they do not match."""
@@ -225,14 +234,13 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
             return tensor, None
         if synchronizing:
             self._agree_on_parameters(optimizer)
-        if self._finished:
-            self._begin_step()
+        self._finished = False
         name = optimizer._parameter_names[parameter]
         gradient = self._gradients[name] = Gradient(self, tensor.detach(), spec_of(name, tensor))
         self._check(gradient)
         if self._algorithm and self._collectives and len(self._gradients) == len(self._algorithm.layout.tensors):
             self._start_exchange()
-        return torch.zeros(1, device=tensor.device), gradient
+        return TOKEN.to(tensor.device, copy=True), gradient
 
     def _check(self, gradient: Gradient) -> None:
         """Note what is wrong with a gradient."""
@@ -255,10 +263,9 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
 
     def _start_exchange(self) -> None:
         """Start what does not depend on other ranks; wait for nothing."""
-        assert self._optimizer
         assert self._collectives
-        self._check_hooks(self._optimizer())
-        self._collectives.bytes_sent = 4 * len(self._gradients)  # the tokens
+        self._check_hooks(self._bound_optimizer())
+        self._collectives.count(TOKEN.nbytes * len(self._gradients))
         needs_talk = not self._agreed or self._problem is not None
         self._flag = self._collectives.start(Allreduce(np.array([needs_talk], np.float32)), "flag")
         if not needs_talk:
@@ -274,6 +281,20 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
 
     def _finish_step(self) -> None:
         """Run the exchange to its end, and write the update into the gradients."""
+        try:
+            update = self._exchange()
+        except BaseException:  # this step cannot be finished; should there be another one, it begins with a talk
+            self._agreed = False
+            self._begin_step()
+            raise
+        assert self._collectives
+        self._write(update)
+        self.stats = self._make_stats(update, self._algorithm.layout, self._collectives.take_count())
+        self._begin_step()
+        self._finished = True
+
+    def _exchange(self) -> Any:
+        """Run the exchange to its end; return the update."""
         if self._flag is None:
             self._start_exchange()
         assert self._collectives
@@ -284,12 +305,7 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
             self._start_first_round()
         assert self._step
         assert self._first_round is not None
-        update = _drive(self._step, self._collectives, self._collectives.finish(self._first_round))
-        self._write(update)
-        self.stats = self._make_stats(update, self._algorithm.layout, self._collectives.bytes_sent)
-        self._finished = True
-        self._gradients = {}
-        self._flat = []
+        return _drive(self._step, self._collectives, self._collectives.finish(self._first_round))
 
     def _talk(self) -> None:
         """Compare layout, state and wishes with all ranks: some rank has raised its flag."""
@@ -314,19 +330,18 @@ class SparseCompressor(hvd.Compression.none):  # type: ignore[misc]
                 gradient.tensor.fill_(float("nan"))
             return
         update.write(self._algorithm.layout, [flat.array for flat in self._flat])
-        assert self._optimizer
         assert self._collectives
-        summing = self._optimizer().op == hvd.Sum  # type: ignore[union-attr]
+        summing = self._bound_optimizer().op == hvd.Sum
         for flat in self._flat:
             flat.store(scale=self._collectives.world_size if summing else 1)
 
 
-def _synchronize(optimizer: Any) -> None:
-    """In the place of `optimizer.synchronize`: first what must not happen while ranks wait for one another."""
-    process_set = optimizer.process_set
-    if process_set.included() and process_set.size() > 1:
-        get_compressor(optimizer)._before_synchronize(optimizer)
-    type(optimizer).synchronize(optimizer)
+def _synchronize(compressor: SparseCompressor, synchronize: Callable[[], None]) -> None:
+    """In the place of `optimizer.synchronize`: first what must happen before a rank waits for another's tokens."""
+    optimizer = compressor._bound_optimizer()
+    if optimizer.process_set.included() and optimizer.process_set.size() > 1:
+        compressor._before_synchronize(optimizer)
+    synchronize()
 
 
 def _drive(step: Step[Any], collectives: Collectives, answer: Array) -> Any:
@@ -461,7 +476,7 @@ class A2SGDCompressor(SparseCompressor):
         Raises:
             RuntimeError: no optimizer uses this compressor yet.
         """
-        optimizer = self._optimizer() if self._optimizer else None
+        optimizer = self._bound_optimizer()
         if optimizer is None:
             raise RuntimeError(
                 "synchronize_parameters() has no parameters before the first step: call "
@@ -474,10 +489,9 @@ class A2SGDCompressor(SparseCompressor):
         named = sorted((name, p) for p, name in optimizer._parameter_names.items())
         parameters = [p.data for _, p in named if p.is_floating_point()]
         collectives = self._collectives or Collectives("horovod_sparse.a2sgd", process_set)
-        before = collectives.bytes_sent
         collectives.average_(parameters)
         if self.stats:
-            self.stats = self.stats._replace(bytes_sent=self.stats.bytes_sent + collectives.bytes_sent - before)
+            self.stats = self.stats._replace(bytes_sent=self.stats.bytes_sent + collectives.take_count())
 
     def reset(self) -> None:
         super().reset()
@@ -490,7 +504,7 @@ class A2SGDCompressor(SparseCompressor):
         return A2SGD(layout, self.granularity)
 
     def _bind(self, optimizer: Any) -> None:
-        first_time = self._optimizer is None or self._optimizer() is not optimizer
+        first_time = self._bound_optimizer() is not optimizer
         super()._bind(optimizer)
         if first_time:
             optimizer.register_step_post_hook(lambda *_: self._average_if_due())
