@@ -112,40 +112,40 @@ class AdaptiveThreshold:
     bracket (the first step, a sudden change of scale), the ranks count again, at `SEARCH` finer magnitudes a round.
     """
 
-    RATIOS = np.array([3.4, 2.4, 1.7, 1.2, 0.85, 0.6, 0.42, 0.3])
+    RATIOS = np.array([3.4, 2.4, 1.7, 1.3, 1.1, 1.0, 0.9, 0.75, 0.6, 0.42, 0.3])
     SEARCH = 64
     # A bracket is narrow enough if it holds at most this share of k: interpolation then errs by 1 % or so.
     WIDEST = 0.5
-    # ... or if its ends are so close that the elements between them are as good as equal.
-    CLOSEST = 1.001
 
     def __init__(self, dtype: str = "float32") -> None:
         self.threshold: float | None = None
         self._slope = 1.0
         self._dtype = dtype
+        # Subnormal numbers wait in the residual: a thread may treat them as 0 (TensorFlow's do), and all are >= 0.
+        self._smallest = float(np.finfo(dtype).tiny)
+        self._largest = float(np.finfo(dtype).max)
 
     def magnitudes(self, k: float) -> Magnitudes:
         if self.threshold is None:
-            return self._spread(*self._range(Bracket(0.0, np.inf, np.inf, 0.0)), self.RATIOS.size)
+            return self._between(self._smallest, self._largest, self.RATIOS.size)
         return self._representable(self.threshold * self.RATIOS ** (-1 / self._slope))
 
     def estimate(self, magnitudes: Magnitudes, counts: Array, k: float, count: Count) -> Step[float]:
-        smallest = float(np.finfo(self._dtype).smallest_subnormal)
         bracket = Bracket(0.0, np.inf, np.inf, 0.0).narrowed(magnitudes, counts, k)
         while True:
-            low, high = self._range(bracket)
-            if bracket.high <= smallest:  # fewer than k elements are not zero: select all that are not
+            if bracket.high <= self._smallest:  # fewer than k elements are not zero: select all that are not
                 self.threshold = None
-                return smallest
+                return self._smallest
+            low, high = max(bracket.low, self._smallest), min(bracket.high, self._largest)
             narrow = bracket.above_low - bracket.above_high <= max(self.WIDEST * k, 1)
             if narrow and bracket.low > 0 and bracket.high < np.inf:
                 self._slope = min(max(bracket.slope(), 0.05), 1000.0)
                 self.threshold = float(self._representable(np.array(bracket.interpolated(k))))
                 return self.threshold
-            if bracket.low > 0 and high <= self.CLOSEST * low:  # many equal elements: select them all
+            magnitudes = self._between(low, high, self.SEARCH)
+            if bracket.low > 0 and magnitudes[-2] <= low:  # no number in between: select all the equal elements
                 self.threshold = low
                 return low
-            magnitudes = self._spread(low, high, self.SEARCH)
             counts = yield Allreduce(count(magnitudes))
             bracket = bracket.narrowed(magnitudes, counts, k)
 
@@ -158,18 +158,13 @@ class AdaptiveThreshold:
     def load(self, state: dict[str, float]) -> None:
         self.threshold, self._slope = state.get("threshold"), state.get("slope", 1.0)
 
-    def _range(self, bracket: Bracket) -> tuple[float, float]:
-        """The ends of `bracket`, as far as they are positive, finite numbers of the accumulator's dtype."""
-        numbers = np.finfo(self._dtype)
-        return max(bracket.low, float(numbers.smallest_subnormal)), min(bracket.high, float(numbers.max))
-
-    def _spread(self, low: float, high: float, number: int) -> Magnitudes:
-        """Magnitudes from `low` to `high`, evenly spaced in their logarithms."""
-        with np.errstate(over="ignore"):  # rounding can push the largest float64 over the edge; it is clipped
-            return self._representable(np.geomspace(low, high, number))
+    def _between(self, low: float, high: float, number: int) -> Magnitudes:
+        """Magnitudes from `low` to `high`, about evenly spaced in their logarithms: evenly in their bit patterns."""
+        ends = np.array([low, high], self._dtype)
+        first, last = ends.view(f"int{8 * ends.itemsize}").tolist()
+        patterns = [first + (last - first) * i // (number - 1) for i in range(number)]
+        return np.array(patterns, f"int{8 * ends.itemsize}").view(self._dtype).astype(np.float64)
 
     def _representable(self, magnitudes: Magnitudes) -> Magnitudes:
         """Rounded to the accumulator's dtype, in which counting and selecting compare; positive and finite."""
-        numbers = np.finfo(self._dtype)
-        limited = magnitudes.clip(float(numbers.smallest_subnormal), float(numbers.max))
-        return limited.astype(self._dtype).astype(np.float64)
+        return magnitudes.clip(self._smallest, self._largest).astype(self._dtype).astype(np.float64)
