@@ -52,6 +52,11 @@ class A2SGD:
         self.granularity = granularity
         self.t = 0
 
+    @property
+    def first_round(self) -> tuple[int, str]:
+        """Size and dtype of what a step's first round reduces."""
+        return 2 if self.granularity == "model" else 2 * len(self.layout.tensors), self.layout.dtype
+
     def step(self, gradient: list[Array], rank: int, world_size: int) -> Step[SignShift | None]:
         """One step on one rank (A2SGD, algorithm 1).
 

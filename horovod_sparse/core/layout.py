@@ -26,6 +26,11 @@ class TensorSpec(NamedTuple):
         return f"{self.name!r} ({self.dtype}{list(self.shape)})"
 
 
+def accumulator_dtype(tensors: Iterable[TensorSpec]) -> str:
+    """In what dtype gradients are accumulated: "float64" if any tensor has it, else "float32"."""
+    return "float64" if any(tensor.dtype == "float64" for tensor in tensors) else "float32"
+
+
 class Piece(NamedTuple):
     """The overlap of one tensor with a partition of the flat vector."""
 
@@ -39,24 +44,20 @@ class Piece(NamedTuple):
 class FlatLayout:
     """Tensors laid end to end in one vector of `numel` elements, in the order of their names.
 
-    The order is the same on all ranks, in whatever order a rank registers its modules. The vector's own `dtype`, in
-    which gradients are accumulated, is "float64" if any tensor is, else "float32".
+    The order is the same on all ranks, in whatever order a rank registers its modules. The vector's own `dtype` is
+    `accumulator_dtype` of the tensors.
     """
 
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
         self.tensors: tuple[TensorSpec, ...] = tuple(sorted(tensors))
         self.offsets: tuple[int, ...] = tuple(accumulate((t.numel for t in self.tensors), initial=0))
         self.numel: int = self.offsets[-1]
-        self._names = {tensor.name: tensor for tensor in self.tensors}
-        self.dtype: str = "float64" if any(t.dtype == "float64" for t in self.tensors) else "float32"
+        self.dtype = accumulator_dtype(self.tensors)
 
     @classmethod
     def flat(cls, numel: int, dtype: str = "float32") -> FlatLayout:
         """The layout of a single vector."""
         return cls([TensorSpec("flat", (numel,), dtype)])
-
-    def __contains__(self, tensor: TensorSpec) -> bool:
-        return self._names.get(tensor.name) == tensor
 
     def split(self, vector: Array) -> list[Array]:
         """One-dimensional views of `vector`, shape (numel,), one a tensor."""

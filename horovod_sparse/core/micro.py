@@ -77,12 +77,17 @@ class MiCRO:
         self.residual: Array | None = None
         self.t = 0
         self.flushing = False
-        """Set on all ranks, it makes the next step send everything; that step clears it."""
+        """Set on all ranks, it makes the next step send everything, unrounded; that step clears it."""
 
     @property
     def k(self) -> float:
         """The number of elements to select in a step, over all ranks."""
         return max(self.density * self.layout.numel, 1.0)
+
+    @property
+    def first_round(self) -> tuple[int, str]:
+        """Size and dtype of what a step's first round reduces."""
+        return 1 + len(self.estimator.magnitudes(self.k)), COUNT_DTYPE
 
     def step(self, gradient: list[Array], rank: int, world_size: int) -> Step[SparseUpdate | None]:
         """One step on one rank (MiCRO, algorithm 1).
@@ -133,11 +138,15 @@ class MiCRO:
             indices = kernels.in_ascending_order((yield Allgather(own)))
             values = kernels.gather(residual, indices)
             self.estimator.observe(len(indices), k)
-        sent = kernels.round_to(values, self.value_dtype, world_size) if self.value_dtype else values
+        if self.value_dtype is None or self.flushing:
+            sent, kept = values, 0.0
+        else:
+            sent = kernels.round_to(values, self.value_dtype, world_size)
+            kept = values - kernels.cast(sent, self.layout.dtype)
         summed = yield Allreduce(sent)
         mean = kernels.cast(summed, self.layout.dtype) / world_size
 
-        kernels.put(residual, indices, values - kernels.cast(sent, self.layout.dtype))  # 0 unless rounded
+        kernels.put(residual, indices, kept)
         self.flushing = False
         return SparseUpdate(indices, mean, threshold)
 

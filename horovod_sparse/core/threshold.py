@@ -116,6 +116,8 @@ class AdaptiveThreshold:
     SEARCH = 64
     # A bracket is narrow enough if it holds at most this share of k: interpolation then errs by 1 % or so.
     WIDEST = 0.5
+    # ... and the search ends at the latest when its ends are as close as two float32: elements in between are equal.
+    CLOSEST = 1 + 2.0**-23
 
     def __init__(self, dtype: str = "float32") -> None:
         self.threshold: float | None = None
@@ -128,7 +130,8 @@ class AdaptiveThreshold:
     def magnitudes(self, k: float) -> Magnitudes:
         if self.threshold is None:
             return self._between(self._smallest, self._largest, self.RATIOS.size)
-        return self._representable(self.threshold * self.RATIOS ** (-1 / self._slope))
+        with np.errstate(over="ignore"):  # what is too large becomes the largest number there is
+            return self._representable(self.threshold * self.RATIOS ** (-1 / self._slope))
 
     def estimate(self, magnitudes: Magnitudes, counts: Array, k: float, count: Count) -> Step[float]:
         bracket = Bracket(0.0, np.inf, np.inf, 0.0).narrowed(magnitudes, counts, k)
@@ -142,10 +145,10 @@ class AdaptiveThreshold:
                 self._slope = min(max(bracket.slope(), 0.05), 1000.0)
                 self.threshold = float(self._representable(np.array(bracket.interpolated(k))))
                 return self.threshold
-            magnitudes = self._between(low, high, self.SEARCH)
-            if bracket.low > 0 and magnitudes[-2] <= low:  # no number in between: select all the equal elements
+            if bracket.low > 0 and high <= self.CLOSEST * low:  # select all the equal elements
                 self.threshold = low
                 return low
+            magnitudes = self._between(low, high, self.SEARCH)
             counts = yield Allreduce(count(magnitudes))
             bracket = bracket.narrowed(magnitudes, counts, k)
 
@@ -153,7 +156,7 @@ class AdaptiveThreshold:
         """Nothing to learn: `estimate` saw the counts of this very step."""
 
     def state(self) -> dict[str, float]:
-        return {} if self.threshold is None else {"threshold": self.threshold, "slope": self._slope}
+        return {"slope": self._slope} | ({} if self.threshold is None else {"threshold": self.threshold})
 
     def load(self, state: dict[str, float]) -> None:
         self.threshold, self._slope = state.get("threshold"), state.get("slope", 1.0)

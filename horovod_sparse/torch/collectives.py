@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import torch
 
 from horovod_sparse.core.collectives import Allgather, Array, Collective
+from horovod_sparse.core.step import Step
 from horovod_sparse.torch._horovod import hvd
 
 
@@ -42,8 +42,7 @@ class Collectives:
         nbytes, self._bytes_sent = self._bytes_sent, 0
         return nbytes
 
-    def start(self, request: Collective, name: str) -> int:
-        """Start a collective; return Horovod's handle."""
+    def _start(self, request: Collective, name: str) -> int:
         tensor = torch.from_numpy(request.array) if isinstance(request.array, np.ndarray) else request.array
         self.count(tensor.nbytes)
         name = f"{self.name}.{name}"
@@ -51,21 +50,20 @@ class Collectives:
             return int(hvd.allgather_async(tensor, name=name, process_set=self.process_set))
         return int(hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
 
-    def finish(self, handle: int) -> Array:
-        """Wait for a collective; return its result, as a numpy array if it lies in host memory."""
-        result: torch.Tensor = hvd.synchronize(handle)
-        return result.numpy() if result.device.type == "cpu" else result
+    def begin(self, step: Step[Any], name: str) -> int:
+        """Start the first collective of a step, and wait for nothing; return Horovod's handle."""
+        return self._start(next(step), name)
 
-    def run(self, request: Collective, name: str) -> Array:
-        """Run a collective; return its result."""
-        return self.finish(self.start(request, name))
-
-    def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Every rank's `value` (JSON), in rank order."""
-        text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
-        sizes = self.run(Allgather(np.array([text.size])), f"{name}.sizes")
-        joined = self.run(Allgather(text), f"{name}.texts")
-        return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(sizes)[:-1])]
+    def finish(self, step: Step[Any], handle: int) -> Any:
+        """Run a step that was begun to its end; return its result."""
+        while True:
+            result: torch.Tensor = hvd.synchronize(handle)
+            answer: Array = result.numpy() if result.device.type == "cpu" else result
+            try:
+                request = step.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            handle = self._start(request, type(request).__name__.lower())
 
     def average_(self, tensors: list[torch.Tensor]) -> None:
         """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them."""

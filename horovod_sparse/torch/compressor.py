@@ -7,9 +7,8 @@ How a step runs inside stock Horovod, which knows only `compress` and `decompres
 - With the last gradient of the step, the step's first round is started, without waiting for it.
 - The first `decompress` comes after the last `compress`, inside `optimizer.synchronize()`, which all ranks enter. It
   runs the step to its end, for the whole model, and writes the update into all gradients.
-- When a rank has something that all must know before they go on (it is in its first step, its state was loaded or
-  reset, it wants a flush, it met an error), it raises its flag; then all ranks compare notes, and go on together or
-  raise the same error.
+
+`core.exchange` holds what the ranks have to agree on, and how they raise the same error.
 """
 
 from __future__ import annotations
@@ -21,22 +20,18 @@ from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from horovod_sparse.core import A2SGD, Allreduce, FlatLayout, MiCRO, SparseUpdate, StepStats, TensorSpec, a2sgd, micro
-from horovod_sparse.core.collectives import Array
-from horovod_sparse.core.layout import first_difference
+from horovod_sparse.core import StepStats, TensorSpec
+from horovod_sparse.core.exchange import A2SGDExchange, Exchange, MiCROExchange
+from horovod_sparse.core.layout import accumulator_dtype
 from horovod_sparse.core.step import Step
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.agreement import disagreement
 from horovod_sparse.torch.caller import Caller, find_caller
 from horovod_sparse.torch.collectives import Collectives
 from horovod_sparse.torch.gradient import FLOATING, FlatGradient, spec_of
 
-State = Mapping[str, Any]
-
-# What Horovod reduces in a gradient's place. Its value means nothing: that it was reduced tells that all ranks have
+# What Horovod reduces in a gradient's place. Its value means nothing; that it was reduced means that all ranks have
 # their gradient of this parameter.
 TOKEN = torch.zeros(1)
 
@@ -46,7 +41,6 @@ class Gradient(NamedTuple):
 
     compressor: SparseCompressor
     tensor: torch.Tensor
-    spec: TensorSpec
 
 
 class on_class_or_instance:
@@ -62,52 +56,26 @@ class on_class_or_instance:
 class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     """What MiCROCompressor and A2SGDCompressor share: life inside Horovod's optimizer."""
 
-    method: str
-
-    stats: StepStats | None
-    """Figures of the last step; None before the first."""
-
-    _loaded: State | None
-
-    def __init__(self) -> None:
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._optimizer: weakref.ref[Any] | None = None
         self._collectives: Collectives | None = None  # once the ranks are known to train the same parameters
-        self.reset()
+        self._begin_step()
 
-    # What differs between the methods
+    # The public surface
 
-    def _settings(self) -> dict[str, Any]:
-        """The settings, which have to be the same on all ranks."""
-        raise NotImplementedError
-
-    def _make_algorithm(self, layout: FlatLayout) -> Any:
-        raise NotImplementedError
-
-    def _save(self, algorithm: Any) -> dict[str, Any]:
-        """The algorithm's state, besides its step."""
-        return {}
-
-    def _restore(self, algorithm: Any, state: State) -> None:
-        """Undo `_save`; raise ValueError if `state` does not fit."""
-
-    def _notes(self) -> dict[str, Any]:
-        """What else the ranks have to agree on."""
-        return {}
-
-    def _heed(self, notes: list[dict[str, Any]]) -> None:
-        """Act on the ranks' notes, once they agree."""
-
-    def _make_stats(self, update: Any, layout: FlatLayout, bytes_sent: int) -> StepStats:
-        raise NotImplementedError
-
-    # The public surface that both share
+    @property
+    def stats(self) -> StepStats | None:
+        """Figures of the last step; None before the first."""
+        return self._exchange.stats
 
     @on_class_or_instance
     def compress(self_or_class: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, Gradient | None]:
         """Called by Horovod for each gradient: returns a token for Horovod to reduce, and the context.
 
         Raises:
-            ValueError: `tensor` is not the gradient of a parameter of a Horovod optimizer.
+            ValueError: `tensor` is not the gradient of a parameter of a Horovod optimizer, or the optimizer is one
+                that this compressor cannot serve.
         """
         caller = find_caller(tensor)
         optimizer, parameter, _ = caller
@@ -131,11 +99,12 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as plain tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
-        if self._algorithm is None:
-            return dict(self._loaded) if self._loaded else {"method": self.method, "step": 0}
-        return {"method": self.method, "step": self._algorithm.t, **self._save(self._algorithm)}
+        state = self._exchange.state()
+        if "residual" in state:
+            state["residual"] = {name: torch.as_tensor(part).clone() for name, part in state["residual"].items()}
+        return state
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict()` returned on the same rank; to be called on all ranks.
 
         The next exchange finds out whether it fits the model: if it does not, all ranks raise the same error.
@@ -143,20 +112,11 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         Raises:
             ValueError: `state` was not saved by a compressor of this method.
         """
-        method = state.get("method") if isinstance(state, Mapping) else type(state).__name__
-        if method != self.method:
-            raise ValueError(f"{type(self).__name__}.load_state_dict: the state is of {method!r}, not {self.method!r}")
-        self.reset()
-        self._loaded = state
+        self._exchange.load(state)
 
     def reset(self) -> None:
         """Forget all state, as if no step had been taken; to be called on all ranks."""
-        self.stats = None
-        self._algorithm: Any = None
-        self._loaded = None
-        self._agreed = False  # do the ranks hold matching states?
-        self._problem: str | None = None
-        self._begin_step()
+        self._exchange.reset()
 
     # Between the steps
 
@@ -179,25 +139,14 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         optimizer.synchronize = partial(_synchronize, self, optimizer.synchronize)
 
     def _bound_optimizer(self) -> Any:
-        """The optimizer, or None if there is none, or none any more."""
+        """The optimizer; None if there is none yet, or none any more."""
         return self._optimizer() if self._optimizer else None
 
     def _before_synchronize(self, optimizer: Any) -> None:
         """Called on all ranks, before any of them waits for another's tokens."""
-        self._agree_on_parameters(optimizer)
+        self._meet(optimizer)
 
-    def _check_hooks(self, optimizer: Any) -> None:
-        """Note a parameter whose gradient Horovod does not hand over."""
-        hooked = optimizer._requires_update
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p.requires_grad and p not in hooked:
-                name = optimizer._parameter_names.get(p, "of the optimizer")
-                self._note(
-                    f"parameter {name}, of shape {tuple(p.shape)}, was added or unfrozen after the optimizer was given "
-                    "to hvd.DistributedOptimizer, so Horovod does not reduce its gradient: make a new one"
-                )
-
-    def _agree_on_parameters(self, optimizer: Any) -> None:
+    def _meet(self, optimizer: Any) -> None:
         """Once: do all ranks train the same parameters? If they do not, Horovod would wait for ever."""
         if self._collectives:
             return
@@ -205,135 +154,103 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         specs = [spec_of(name, p) for name, p in sorted(trained.items())]
         # Until they are known to agree, the ranks' names for their collectives must not depend on the model.
         collectives = Collectives("horovod_sparse", optimizer.process_set)
-        self._agree(collectives, specs)
-        collectives.name = f"horovod_sparse.{self.method}.{specs[0].name if specs else ''}"
+        meeting = self._exchange.meet(specs)
+        collectives.finish(meeting, collectives.begin(meeting, "meeting"))
+        collectives.name = f"horovod_sparse.{self._exchange.method}.{specs[0].name if specs else ''}"
         self._collectives = collectives
-
-    def _agree(self, collectives: Collectives, specs: list[TensorSpec], **state: Any) -> list[dict[str, Any]]:
-        """Compare notes with all ranks; raise the same RuntimeError on all of them if they do not match."""
-        notes = {"problem": self._problem, "method": self.method, "settings": self._settings(), "tensors": specs}
-        all_notes = collectives.gather_objects({**notes, **state}, "notes")
-        problem = disagreement(all_notes)
-        if problem:
-            raise RuntimeError(problem)
-        return all_notes
 
     # One step
 
     def _begin_step(self) -> None:
         self._finished = False
-        self._gradients: dict[str, Gradient] = {}
-        self._flag: int | None = None  # Horovod's handles
-        self._first_round: int | None = None
-        self._flat: list[FlatGradient] = []
+        self._gradients: dict[TensorSpec, FlatGradient] = {}
         self._step: Step[Any] | None = None
+        self._first_round: int | None = None  # Horovod's handle
 
     def _compress(self, tensor: torch.Tensor, caller: Caller) -> tuple[torch.Tensor, Gradient | None]:
         optimizer, parameter, synchronizing = caller
         if optimizer.process_set.size() == 1:
             return tensor, None
         if synchronizing:
-            self._agree_on_parameters(optimizer)
+            self._meet(optimizer)
         self._finished = False
-        name = optimizer._parameter_names[parameter]
-        gradient = self._gradients[name] = Gradient(self, tensor.detach(), spec_of(name, tensor))
-        self._check(gradient)
-        if self._algorithm and self._collectives and len(self._gradients) == len(self._algorithm.layout.tensors):
-            self._start_exchange()
-        return TOKEN.to(tensor.device, copy=True), gradient
+        tensor = tensor.detach()
+        spec = spec_of(optimizer._parameter_names[parameter], tensor)
+        self._gradients[spec] = FlatGradient(tensor, usable=self._check(spec, tensor))
+        algorithm = self._exchange.algorithm
+        if algorithm and self._collectives and len(self._gradients) == len(algorithm.layout.tensors):
+            self._start_exchange(self._collectives)
+        return TOKEN.to(tensor.device, copy=True), Gradient(self, tensor)
 
-    def _check(self, gradient: Gradient) -> None:
-        """Note what is wrong with a gradient."""
-        tensor, spec = gradient.tensor, gradient.spec
+    def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
+        """Whether the gradient can be compressed; if it cannot, note why."""
         if tensor.is_sparse:
-            self._note(f"the gradient of {spec} is sparse, and Horovod reduces no sparse gradients in groups")
+            problem = f"the gradient of {spec} is sparse, and Horovod reduces no sparse gradients in groups"
         elif tensor.dtype not in FLOATING:
-            self._note(f"{spec}: {type(self).__name__} compresses float16, bfloat16, float32 and float64")
-        elif tensor.device != next(iter(self._gradients.values())).tensor.device:
-            self._note(f"{spec} lies on {tensor.device}, others do not: all parameters must lie on one device")
-        elif self._algorithm and spec not in self._algorithm.layout:
-            self._note(
-                f"{spec} is not what the model had in the steps before. If it was changed on purpose, call reset() on "
-                "the compressor of every rank"
-            )
+            problem = f"{spec}: {type(self).__name__} compresses float16, bfloat16, float32 and float64"
+        elif self._gradients and next(iter(self._gradients.values())).tensor.device != tensor.device:
+            problem = f"{spec} lies on {tensor.device}, others do not: all parameters must lie on one device"
+        else:
+            return True
+        self._exchange.note(problem)
+        return False
 
-    def _note(self, problem: str) -> None:
-        """Keep what is wrong until all ranks meet: an error on one rank alone would leave the others waiting."""
-        self._problem = self._problem or problem
+    def _check_hooks(self) -> None:
+        """Note a parameter whose gradient Horovod does not hand over."""
+        optimizer = self._bound_optimizer()
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.requires_grad and p not in optimizer._requires_update:
+                name = optimizer._parameter_names.get(p, "of the optimizer")
+                self._exchange.note(
+                    f"parameter {name}, of shape {tuple(p.shape)}, was added or unfrozen after the optimizer was given "
+                    "to hvd.DistributedOptimizer, so Horovod does not reduce its gradient: make a new one"
+                )
 
-    def _start_exchange(self) -> None:
+    def _start_exchange(self, collectives: Collectives) -> None:
         """Start what does not depend on other ranks; wait for nothing."""
-        assert self._collectives
-        self._check_hooks(self._bound_optimizer())
-        self._collectives.count(TOKEN.nbytes * len(self._gradients))
-        needs_talk = not self._agreed or self._problem is not None
-        self._flag = self._collectives.start(Allreduce(np.array([needs_talk], np.float32)), "flag")
-        if not needs_talk:
-            self._start_first_round()
-
-    def _start_first_round(self) -> None:
-        assert self._collectives
-        layout: FlatLayout = self._algorithm.layout
-        self._flat = [FlatGradient(self._gradients[spec.name].tensor, layout.dtype) for spec in layout.tensors]
-        arrays = [flat.array for flat in self._flat]
-        self._step = self._algorithm.step(arrays, self._collectives.rank, self._collectives.world_size)
-        self._first_round = self._collectives.start(next(self._step), "first_round")
+        collectives.count(TOKEN.nbytes * len(self._gradients))
+        self._check_hooks()
+        dtype = accumulator_dtype(self._gradients)
+        arrays = {spec: gradient.flatten(dtype) for spec, gradient in self._gradients.items()}
+        self._step = self._exchange.step(arrays, collectives.rank, collectives.world_size)
+        self._first_round = collectives.begin(self._step, "first_round")
 
     def _finish_step(self) -> None:
         """Run the exchange to its end, and write the update into the gradients."""
+        collectives = self._collectives
+        assert collectives
         try:
-            update = self._exchange()
+            if self._step is None:
+                self._start_exchange(collectives)
+            assert self._step
+            assert self._first_round is not None
+            update = collectives.finish(self._step, self._first_round)
         except BaseException:  # this step cannot be finished; should there be another one, it begins with a talk
-            self._agreed = False
+            self._exchange.something_to_say = True
             self._begin_step()
             raise
-        assert self._collectives
-        self._write(update)
-        self.stats = self._make_stats(update, self._algorithm.layout, self._collectives.take_count())
+        self._write(update, collectives.world_size)
+        self._add_bytes(collectives)
         self._begin_step()
         self._finished = True
 
-    def _exchange(self) -> Any:
-        """Run the exchange to its end; return the update."""
-        if self._flag is None:
-            self._start_exchange()
-        assert self._collectives
-        assert self._flag is not None
-        if self._collectives.finish(self._flag)[0] > 0:
-            self._talk()
-        if self._first_round is None:
-            self._start_first_round()
-        assert self._step
-        assert self._first_round is not None
-        return _drive(self._step, self._collectives, self._collectives.finish(self._first_round))
-
-    def _talk(self) -> None:
-        """Compare layout, state and wishes with all ranks: some rank has raised its flag."""
-        if self._algorithm is None:
-            self._algorithm = self._make_algorithm(FlatLayout(g.spec for g in self._gradients.values()))
-            if self._loaded:
-                try:
-                    self._algorithm.t = self._loaded["step"]
-                    self._restore(self._algorithm, self._loaded)
-                except ValueError as error:
-                    self._note(str(error))
-        assert self._collectives
-        specs = sorted(gradient.spec for gradient in self._gradients.values())
-        self._heed(self._agree(self._collectives, specs, step=self._algorithm.t, **self._notes()))
-        self._agreed = True
-        self._loaded = None
-
-    def _write(self, update: Any) -> None:
+    def _write(self, update: Any, world_size: int) -> None:
         """Turn the gradients into those to apply."""
-        if update is None:  # as Horovod would have: a gradient that is not finite on one rank is so on all
-            for gradient in self._gradients.values():
+        gradients = [self._gradients[spec] for spec in self._exchange.algorithm.layout.tensors]
+        if update is None:  # as Horovod would have it: a gradient that is not finite on one rank is so on all
+            for gradient in gradients:
                 gradient.tensor.fill_(float("nan"))
             return
-        update.write(self._algorithm.layout, [flat.array for flat in self._flat])
-        assert self._collectives
+        update.write(self._exchange.algorithm.layout, [gradient.array for gradient in gradients])
         summing = self._bound_optimizer().op == hvd.Sum
-        for flat in self._flat:
-            flat.store(scale=self._collectives.world_size if summing else 1)
+        for gradient in gradients:
+            gradient.store(scale=world_size if summing else 1)
+
+    def _add_bytes(self, collectives: Collectives) -> None:
+        """Add what was sent since the last call to the last step's figures."""
+        stats = self._exchange.stats
+        if stats:
+            self._exchange.stats = stats._replace(bytes_sent=stats.bytes_sent + collectives.take_count())
 
 
 def _synchronize(compressor: SparseCompressor, synchronize: Callable[[], None]) -> None:
@@ -342,16 +259,6 @@ def _synchronize(compressor: SparseCompressor, synchronize: Callable[[], None]) 
     if optimizer.process_set.included() and optimizer.process_set.size() > 1:
         compressor._before_synchronize(optimizer)
     synchronize()
-
-
-def _drive(step: Step[Any], collectives: Collectives, answer: Array) -> Any:
-    """Give `step` the answer to its first request, then run its further ones; return its update."""
-    while True:
-        try:
-            request = step.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        answer = collectives.run(request, type(request).__name__.lower())
 
 
 class MiCROCompressor(SparseCompressor):
@@ -368,77 +275,17 @@ class MiCROCompressor(SparseCompressor):
         ValueError: a setting is none of these.
     """
 
-    method = "micro"
+    _exchange: MiCROExchange
 
     def __init__(self, density: float = 0.01, threshold: str = "adaptive", value_dtype: str | None = None) -> None:
-        micro.check_settings(density, threshold, value_dtype)
-        self.density = float(density)
-        self.threshold = threshold
-        self.value_dtype = value_dtype
-        super().__init__()
+        super().__init__(MiCROExchange(density, threshold, value_dtype))
 
     def flush(self) -> None:
         """Make the next exchange send everything that is held back: afterwards, the residual is 0 on all ranks.
 
         It holds for all ranks, even if only one of them calls it.
         """
-        self._flush = True
-        self._agreed = False
-
-    def reset(self) -> None:
-        super().reset()
-        self._flush = False
-
-    def _settings(self) -> dict[str, Any]:
-        return {"density": self.density, "threshold": self.threshold, "value_dtype": self.value_dtype}
-
-    def _make_algorithm(self, layout: FlatLayout) -> MiCRO:
-        return MiCRO(layout, **self._settings())
-
-    def _save(self, algorithm: MiCRO) -> dict[str, Any]:
-        residual = {}
-        if algorithm.residual is not None:
-            for spec, part in zip(algorithm.layout.tensors, algorithm.layout.split(algorithm.residual), strict=True):
-                residual[spec.name] = torch.as_tensor(part).clone().view(spec.shape)
-        return {"threshold": algorithm.estimator.state(), "residual": residual}
-
-    def _restore(self, algorithm: MiCRO, state: State) -> None:
-        algorithm.estimator.load(state["threshold"])
-        residual: Mapping[str, torch.Tensor] = state["residual"]
-        if not residual:
-            return
-        layout = algorithm.layout
-        saved = [spec_of(name, tensor) for name, tensor in sorted(residual.items())]
-        wanted = [spec._replace(dtype=layout.dtype) for spec in layout.tensors]
-        difference = first_difference(saved, wanted)
-        if difference:
-            raise ValueError(
-                f"the loaded state does not fit the model: it has {difference[0]} where the model has {difference[1]}"
-            )
-        device = next(iter(self._gradients.values())).tensor.device
-        algorithm.residual = FlatGradient(
-            torch.cat([residual[spec.name].reshape(-1) for spec in layout.tensors]).to(device), layout.dtype
-        ).array
-
-    def _notes(self) -> dict[str, Any]:
-        return {"threshold": self._algorithm.estimator.state(), "flush": self._flush}
-
-    def _heed(self, notes: list[dict[str, Any]]) -> None:
-        self._algorithm.flushing = any(note["flush"] for note in notes)
-        self._flush = False
-
-    def _make_stats(self, update: SparseUpdate | None, layout: FlatLayout, bytes_sent: int) -> StepStats:
-        selected = len(update.values) if update else 0
-        return StepStats(
-            step=self._algorithm.t,
-            numel=layout.numel,
-            target_density=self.density,
-            density=selected / max(layout.numel, 1),
-            selected=selected,
-            threshold=update.threshold if update else self._algorithm.estimator.threshold,
-            bytes_sent=bytes_sent,
-            skipped=update is None,
-        )
+        self._exchange.flush()
 
 
 class A2SGDCompressor(SparseCompressor):
@@ -456,13 +303,10 @@ class A2SGDCompressor(SparseCompressor):
         ValueError: a setting is none of these.
     """
 
-    method = "a2sgd"
+    _exchange: A2SGDExchange
 
     def __init__(self, granularity: str = "model", sync_every: int | None = 100) -> None:
-        a2sgd.check_settings(granularity, sync_every)
-        self.granularity = granularity
-        self.sync_every = sync_every
-        super().__init__()
+        super().__init__(A2SGDExchange(granularity, sync_every))
         if sync_every is None and not (hvd.is_initialized() and hvd.rank() > 0):
             warnings.warn(
                 "sync_every=None: with A2SGD the replicas drift apart, and nothing brings them together unless "
@@ -482,26 +326,14 @@ class A2SGDCompressor(SparseCompressor):
                 "synchronize_parameters() has no parameters before the first step: call "
                 "get_compressor(optimizer).synchronize_parameters()"
             )
-        self._averaging_due = False
+        self._exchange.averaging_due = False
         process_set = optimizer.process_set
         if not process_set.included() or process_set.size() == 1:
             return
         named = sorted((name, p) for p, name in optimizer._parameter_names.items())
-        parameters = [p.data for _, p in named if p.is_floating_point()]
         collectives = self._collectives or Collectives("horovod_sparse.a2sgd", process_set)
-        collectives.average_(parameters)
-        if self.stats:
-            self.stats = self.stats._replace(bytes_sent=self.stats.bytes_sent + collectives.take_count())
-
-    def reset(self) -> None:
-        super().reset()
-        self._averaging_due = False
-
-    def _settings(self) -> dict[str, Any]:
-        return {"granularity": self.granularity, "sync_every": self.sync_every}
-
-    def _make_algorithm(self, layout: FlatLayout) -> A2SGD:
-        return A2SGD(layout, self.granularity)
+        collectives.average_([p.data for _, p in named if p.is_floating_point()])
+        self._add_bytes(collectives)
 
     def _bind(self, optimizer: Any) -> None:
         first_time = self._bound_optimizer() is not optimizer
@@ -510,27 +342,13 @@ class A2SGDCompressor(SparseCompressor):
             optimizer.register_step_post_hook(lambda *_: self._average_if_due())
 
     def _average_if_due(self) -> None:
-        if self._averaging_due:
+        if self._exchange.averaging_due:
             self.synchronize_parameters()
 
     def _before_synchronize(self, optimizer: Any) -> None:
         super()._before_synchronize(optimizer)
-        # Still due if the last step was not taken, say by a loss scaler. Ranks that did take it are waiting.
+        # Still due if this rank did not take the last step, say for its loss scaler. Ranks that did are waiting.
         self._average_if_due()
-
-    def _make_stats(self, update: Any, layout: FlatLayout, bytes_sent: int) -> StepStats:
-        step = self._algorithm.t
-        self._averaging_due = self.sync_every is not None and step % self.sync_every == 0
-        return StepStats(
-            step=step,
-            numel=layout.numel,
-            target_density=None,
-            density=None,
-            selected=None,
-            threshold=None,
-            bytes_sent=bytes_sent,
-            skipped=update is None,
-        )
 
 
 _compressors: weakref.WeakKeyDictionary[Any, SparseCompressor] = weakref.WeakKeyDictionary()
@@ -547,7 +365,7 @@ def get_compressor(optimizer: Any) -> Any:
         compressor = compression
     elif isinstance(compression, type) and issubclass(compression, SparseCompressor):
         if optimizer not in _compressors:
-            _compressors[optimizer] = compression()
+            _compressors[optimizer] = compression()  # type: ignore[call-arg]
         compressor = _compressors[optimizer]
     else:
         raise TypeError(

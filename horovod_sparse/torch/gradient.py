@@ -16,23 +16,30 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 class FlatGradient:
-    """A tensor flattened, in `dtype`: a numpy array if it lies in host memory, else a torch tensor.
+    """A gradient, and the flat array by which the core knows it."""
 
-    `array` shares the tensor's memory where that is laid out so; otherwise it is a copy.
-    """
+    def __init__(self, tensor: torch.Tensor, usable: bool) -> None:
+        self.tensor = tensor
+        self._usable = usable
 
-    def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
-        self._tensor = tensor
-        self._flat = tensor.reshape(-1).to(getattr(torch, dtype))
-        self.array: Array = self._flat.numpy() if tensor.device.type == "cpu" else self._flat
+    def flatten(self, dtype: str) -> Array:
+        """The gradient as a flat array of `dtype`: a numpy array if it lies in host memory, else a torch tensor.
+
+        It shares the gradient's memory where that is laid out so; otherwise it is a copy. A gradient that is not
+        usable is empty.
+        """
+        flat = self.tensor.reshape(-1).to(getattr(torch, dtype)) if self._usable else torch.zeros(0)
+        self._flat = flat
+        self.array: Array = flat.numpy() if flat.device.type == "cpu" else flat
+        return self.array
 
     def store(self, scale: int) -> None:
-        """Multiply what `array` holds by `scale`, and see that the tensor holds it.
+        """Multiply what `array` holds by `scale`, and see that the gradient holds it.
 
-        A value that the tensor's dtype cannot hold becomes the largest that it can.
+        A value that the gradient's dtype cannot hold becomes the largest that it can.
         """
         if scale != 1:
             self._flat.mul_(scale)
-        if self._flat.data_ptr() != self._tensor.data_ptr():
-            limits = torch.finfo(self._tensor.dtype)
-            self._tensor.copy_(self._flat.clamp_(limits.min, limits.max).view(self._tensor.shape))
+        if self._flat.data_ptr() != self.tensor.data_ptr():
+            limits = torch.finfo(self.tensor.dtype)
+            self.tensor.copy_(self._flat.clamp_(limits.min, limits.max).view(self.tensor.shape))

@@ -188,7 +188,7 @@ def test_parameter_that_changes_its_shape_after_the_first_step(everywhere: bool)
         model[name][0].weight.data = torch.zeros(64, 21)
     model.zero_grad()
     backward_with(model, gradients)
-    with pytest.raises(RuntimeError, match=r"0.weight' \(float32\[64, 21\]\) is not what the model had") as error:
+    with pytest.raises(RuntimeError, match=r"the model has '.+0.weight' \(float32\[64, 21\]\) where it had") as error:
         optimizer.step()
     assert_raised_on_all_ranks(error)
     after = get_compressor(optimizer).state_dict()
@@ -359,7 +359,7 @@ def test_state_of_another_model() -> None:
 
 
 def test_state_of_another_method() -> None:
-    with pytest.raises(ValueError, match="the state is of 'a2sgd', not 'micro'"):
+    with pytest.raises(ValueError, match="the state is of 'a2sgd', not of 'micro'"):
         MiCROCompressor().load_state_dict(A2SGDCompressor().state_dict())
 
 

@@ -23,6 +23,10 @@ def cast(x: Vector, dtype: str) -> Vector:
     return x.to(_dtype(dtype))
 
 
+def beside(x: Any, like: Vector, dtype: str) -> Vector:
+    return torch.as_tensor(x, dtype=_dtype(dtype), device=like.device)
+
+
 def numbers(values: Any, like: Vector, dtype: str) -> Vector:
     return torch.tensor(values, dtype=_dtype(dtype), device=like.device)
 
@@ -47,7 +51,7 @@ def count_at_least(pairs: list[tuple[Vector, Vector]], magnitudes: Any) -> Any:
             # right=True: an element as large as a magnitude counts for it.
             position = torch.bucketize((residual + gradient).abs_(), edges, right=True)
             counts += torch.bincount(position, minlength=magnitudes.size + 1)[1:].cpu().numpy()
-    return counts[::-1].cumsum()[::-1]
+    return counts[::-1].cumsum()[::-1].copy()  # torch takes no negative strides
 
 
 def select(x: Vector, threshold: float, first: int, dtype: str) -> Vector:
@@ -62,12 +66,12 @@ def gather(x: Vector, indices: Vector) -> Vector:
     return x[indices.long()]
 
 
-def put(x: Vector, indices: Vector | None, values: Vector) -> None:
+def put(x: Vector, indices: Vector | None, values: Vector | float) -> None:
     x[... if indices is None else indices.long()] = values
 
 
 def round_to(values: Vector, dtype: str, world_size: int) -> Vector:
-    limit = (1 - torch.finfo(_dtype(dtype)).eps) * torch.finfo(_dtype(dtype)).max / world_size
+    limit = torch.finfo(_dtype(dtype)).max / 2 / world_size
     return values.clamp(-limit, limit).to(_dtype(dtype))
 
 
@@ -89,4 +93,4 @@ def sign_sums(x: Vector) -> tuple[float, int, float, int]:
 
 
 def shift_by_sign(x: Vector, up: float, down: float) -> None:
-    x.add_(torch.where(x >= 0, up, -down).to(x.dtype))
+    x.copy_(torch.where(x >= 0, x + up, x - down))

@@ -23,6 +23,11 @@ def cast(x: Vector, dtype: str) -> Vector:
     return np.asarray(x, dtype)
 
 
+def beside(x: Vector, like: Vector, dtype: str) -> Vector:
+    """`x` as `dtype`, in the memory where `like` lies."""
+    return np.asarray(x, dtype)
+
+
 def numbers(values: Sequence[float], like: Vector, dtype: str) -> Vector:
     """A few numbers as a vector, in the memory where `like` lies."""
     return np.asarray(values, dtype)
@@ -106,14 +111,14 @@ def gather(x: Vector, indices: Indices) -> Vector:
     return x[indices]
 
 
-def put(x: Vector, indices: Indices | None, values: Vector) -> None:
+def put(x: Vector, indices: Indices | None, values: Vector | float) -> None:
     """x = values at `indices`, or everywhere."""
     x[... if indices is None else indices] = values
 
 
 def round_to(values: Vector, dtype: str, world_size: int) -> Vector:
-    """`values` in a narrower `dtype`, clipped so that a sum over the ranks stays finite."""
-    limit = (1 - float(np.finfo(dtype).eps)) * float(np.finfo(dtype).max) / world_size
+    """`values` in a narrower `dtype`, clipped so that their sum over the ranks stays finite, however it is rounded."""
+    limit = float(np.finfo(dtype).max) / 2 / world_size
     return values.clip(-limit, limit).astype(dtype)
 
 
@@ -155,5 +160,8 @@ def _shift(x, up, down):  # type: ignore[no-untyped-def]
 
 def shift_by_sign(x: Vector, up: float, down: float) -> None:
     """x += up where x >= 0, x -= down elsewhere."""
+    if x.itemsize < 4:  # numba has no arithmetic for these
+        x[:] = np.where(x >= 0, x.astype(np.float32) + up, x.astype(np.float32) - down)
+        return
     kind = x.dtype.type
     _shift(x, kind(up), kind(down))

@@ -1,0 +1,277 @@
+"""A method at work on one model: its state, and what the ranks have to agree on before they rely on it.
+
+A step begins with a round in which each rank sends the method's first numbers, and a flag: "I have something to say".
+It is raised in a first step, after a state was loaded or reset, for a flush, and for an error. If any rank raises it,
+all ranks compare notes, then go on together or raise the same error: so an error on one rank is an error on all of
+them, in the same step, and none is left waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from horovod_sparse.core import a2sgd, micro
+from horovod_sparse.core.a2sgd import A2SGD, SignShift
+from horovod_sparse.core.agreement import Notes, agree
+from horovod_sparse.core.collectives import Allreduce, Array
+from horovod_sparse.core.kernels import kernels_for
+from horovod_sparse.core.layout import FlatLayout, TensorSpec, first_difference
+from horovod_sparse.core.micro import MiCRO, SparseUpdate
+from horovod_sparse.core.stats import StepStats
+from horovod_sparse.core.step import Step, Update
+
+
+class Exchange:
+    """What the methods share. A front end drives `step`, and hands on `stats`.
+
+    Attributes:
+        method: its name.
+        settings: what it was made with, which has to be the same on all ranks.
+        stats: figures of the last step; None before the first.
+    """
+
+    method: str
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all state, as if no step had been taken; on all ranks."""
+        self.stats: StepStats | None = None
+        self.algorithm: Any = None
+        self.problem: str | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self.something_to_say = True
+
+    def note(self, problem: str) -> None:
+        """Keep what is wrong until all ranks meet: an error on one rank alone would leave the others waiting."""
+        self.problem = self.problem or problem
+        self.something_to_say = True
+
+    def state(self) -> dict[str, Any]:
+        """This rank's state as arrays, numbers and strings."""
+        if self.algorithm is None:
+            return dict(self._loaded) if self._loaded else {"method": self.method, "step": 0}
+        return {"method": self.method, "step": self.algorithm.t, **self._save()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned on the same rank; on all ranks.
+
+        The next step finds out whether it fits the model: if it does not, all ranks raise the same error.
+
+        Raises:
+            ValueError: the state is not one of this method.
+        """
+        method = state.get("method") if isinstance(state, Mapping) else type(state).__name__
+        if method != self.method:
+            raise ValueError(f"load_state_dict: the state is of {method!r}, not of {self.method!r}")
+        self.reset()
+        self._loaded = state
+
+    def meet(self, specs: Sequence[TensorSpec]) -> Step[None]:
+        """Before the first step: do all ranks have the same settings, and train the same tensors?
+
+        Raises:
+            RuntimeError: they do not, or some rank has a problem; the same error on all ranks.
+        """
+        yield from agree(self._notes(specs))
+
+    def step(self, gradient: Mapping[TensorSpec, Array], rank: int, world_size: int) -> Step[Update | None]:
+        """One step on one rank.
+
+        Args:
+            gradient: the flattened gradients of all tensors; not modified.
+            rank, world_size: this rank's number, and the number of ranks.
+
+        Returns:
+            The update, to be written over the gradients; None if the gradient of some rank was not finite.
+
+        Raises:
+            RuntimeError: some rank has a problem, or the ranks disagree; the same error on all ranks.
+        """
+        specs = sorted(gradient)
+        arrays = [gradient[spec] for spec in specs]
+        if self.algorithm is None:
+            self._begin(FlatLayout(specs), arrays)
+        else:
+            difference = first_difference(specs, self.algorithm.layout.tensors)
+            if difference:
+                self.note(
+                    f"the model has {difference[0]} where it had {difference[1]} in the steps before. If it was "
+                    "changed on purpose, call reset() on the compressor of every rank"
+                )
+        kernels = kernels_for(arrays[0])
+        if self.something_to_say:
+            size, dtype = self.algorithm.first_round
+            first = kernels.numbers([1] + [0] * size, arrays[0], dtype)
+        else:
+            method_step = self.algorithm.step(arrays, rank, world_size)
+            request = next(method_step).array
+            first = kernels.join([kernels.numbers([0], request, str(request.dtype).removeprefix("torch.")), request])
+        answer = yield Allreduce(first)
+        if float(answer[0]) > 0:
+            all_notes = yield from agree(self._notes(specs))
+            self.something_to_say = False
+            self._loaded = None
+            self._heed(all_notes)
+            method_step = self.algorithm.step(arrays, rank, world_size)
+            answer = yield next(method_step)
+        else:
+            answer = answer[1:]
+        update: Update | None = yield from _continued(method_step, answer)
+        self.stats = self._make_stats(update)
+        return update
+
+    def _begin(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
+        self.algorithm = self._make_algorithm(layout)
+        if self._loaded:
+            try:
+                self.algorithm.t = self._loaded["step"]
+                self._restore(self._loaded, arrays)
+            except ValueError as error:
+                self.note(str(error))
+
+    def _notes(self, specs: Sequence[TensorSpec]) -> Notes:
+        notes = {"problem": self.problem, "method": self.method, "settings": self.settings, "tensors": specs}
+        return {**notes, **self._state_notes()} if self.algorithm else notes
+
+    def _state_notes(self) -> Notes:
+        """What the ranks have to agree on once there is a state."""
+        return {"step": self.algorithm.t}
+
+    # What differs between the methods
+
+    def _make_algorithm(self, layout: FlatLayout) -> Any:
+        raise NotImplementedError
+
+    def _make_stats(self, update: Any) -> StepStats:
+        raise NotImplementedError
+
+    def _save(self) -> dict[str, Any]:
+        """The algorithm's state, besides its step."""
+        return {}
+
+    def _restore(self, state: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+        """Undo `_save`, next to the gradients `arrays`; raise ValueError if the state does not fit."""
+
+    def _heed(self, all_notes: list[Notes]) -> None:
+        """Act on the notes of all ranks, which agree."""
+
+
+def _continued(step: Step[Any], answer: Array) -> Step[Any]:
+    """The rest of a step whose first request was made, and answered, elsewhere."""
+    while True:
+        try:
+            request = step.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = yield request
+
+
+class MiCROExchange(Exchange):
+    """MiCRO at work.
+
+    Raises:
+        SettingError: MiCRO cannot work with these settings.
+    """
+
+    method = "micro"
+
+    def __init__(self, density: float, threshold: str, value_dtype: str | None) -> None:
+        micro.check_settings(density, threshold, value_dtype)
+        super().__init__(density=float(density), threshold=threshold, value_dtype=value_dtype)
+
+    def reset(self) -> None:
+        super().reset()
+        self._flush = False
+
+    def flush(self) -> None:
+        """Make the next step send everything that is held back, on all ranks; one of them may ask for all."""
+        self._flush = True
+        self.something_to_say = True
+
+    def _make_algorithm(self, layout: FlatLayout) -> MiCRO:
+        return MiCRO(layout, **self.settings)
+
+    def _make_stats(self, update: SparseUpdate | None) -> StepStats:
+        numel = self.algorithm.layout.numel
+        selected = len(update.values) if update else 0
+        return StepStats(
+            step=self.algorithm.t,
+            numel=numel,
+            target_density=self.algorithm.density,
+            density=selected / max(numel, 1),
+            selected=selected,
+            threshold=update.threshold if update else self.algorithm.estimator.threshold,
+            bytes_sent=0,
+            skipped=update is None,
+        )
+
+    def _save(self) -> dict[str, Any]:
+        layout, residual = self.algorithm.layout, self.algorithm.residual
+        parts = [] if residual is None else layout.split(residual)
+        named = {spec.name: part.reshape(spec.shape) for spec, part in zip(layout.tensors, parts, strict=False)}
+        return {"threshold": self.algorithm.estimator.state(), "residual": named}
+
+    def _restore(self, state: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+        self.algorithm.estimator.load(state["threshold"])
+        residual: Mapping[str, Array] = state["residual"]
+        if not residual:
+            return
+        layout = self.algorithm.layout
+        saved = [TensorSpec(name, tuple(residual[name].shape), layout.dtype) for name in sorted(residual)]
+        difference = first_difference(saved, [spec._replace(dtype=layout.dtype) for spec in layout.tensors])
+        if difference:
+            raise ValueError(
+                f"the loaded state does not fit the model: it has {difference[0]} where the model has {difference[1]}"
+            )
+        kernels = kernels_for(arrays[0])
+        parts = [kernels.beside(residual[spec.name], arrays[0], layout.dtype).reshape(-1) for spec in layout.tensors]
+        self.algorithm.residual = kernels.join(parts)
+
+    def _state_notes(self) -> Notes:
+        return {**super()._state_notes(), "threshold": self.algorithm.estimator.state(), "flush": self._flush}
+
+    def _heed(self, all_notes: list[Notes]) -> None:
+        self.algorithm.flushing |= any(notes["flush"] for notes in all_notes)
+        self._flush = False
+
+
+class A2SGDExchange(Exchange):
+    """A2SGD at work.
+
+    Attributes:
+        averaging_due: the parameters are to be averaged over the ranks once the last step has been applied.
+
+    Raises:
+        SettingError: A2SGD cannot work with these settings.
+    """
+
+    method = "a2sgd"
+
+    def __init__(self, granularity: str, sync_every: int | None) -> None:
+        a2sgd.check_settings(granularity, sync_every)
+        super().__init__(granularity=granularity, sync_every=sync_every)
+
+    def reset(self) -> None:
+        super().reset()
+        self.averaging_due = False
+
+    def _make_algorithm(self, layout: FlatLayout) -> A2SGD:
+        return A2SGD(layout, self.settings["granularity"])
+
+    def _make_stats(self, update: SignShift | None) -> StepStats:
+        step, sync_every = self.algorithm.t, self.settings["sync_every"]
+        self.averaging_due = self.averaging_due or (sync_every is not None and step % sync_every == 0)
+        return StepStats(
+            step=step,
+            numel=self.algorithm.layout.numel,
+            target_density=None,
+            density=None,
+            selected=None,
+            threshold=None,
+            bytes_sent=0,
+            skipped=update is None,
+        )

@@ -1,0 +1,111 @@
+"""The flat vector."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import BACKENDS, DTYPES, SHAPES, layouts, to_backend, to_numpy
+
+from horovod_sparse.core import FlatLayout, TensorSpec, partition
+from horovod_sparse.core.layout import first_difference
+
+A = TensorSpec("a", (2, 3), "float32")
+B = TensorSpec("b", (), "float16")
+C = TensorSpec("c", (0, 4), "float32")
+specs = st.lists(
+    st.builds(TensorSpec, st.text(max_size=6), st.sampled_from(SHAPES), st.sampled_from(list(DTYPES))),
+    unique_by=lambda spec: spec.name,
+    max_size=8,
+)
+
+
+@given(specs, st.randoms(use_true_random=False))
+def test_layout_does_not_depend_on_the_order_in_which_tensors_are_registered(tensors, rng: random.Random):
+    shuffled = list(tensors)
+    rng.shuffle(shuffled)
+    one, other = FlatLayout(tensors), FlatLayout(iter(shuffled))
+    assert one.tensors == other.tensors
+    assert one.offsets == other.offsets
+    assert [t.name for t in one.tensors] == sorted(t.name for t in tensors)
+
+
+@given(specs)
+def test_tensors_lie_end_to_end(tensors):
+    layout = FlatLayout(tensors)
+    position = 0
+    for i, spec in enumerate(layout.tensors):
+        assert layout.offsets[i] == position
+        assert spec.numel == np.empty(spec.shape).size
+        position += np.empty(spec.shape).size
+    assert layout.offsets[-1] == layout.numel == position
+    assert len(layout.offsets) == len(tensors) + 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(layout=layouts())
+def test_split_gives_a_view_of_each_tensor(backend, layout):
+    numbers = np.arange(layout.numel, dtype=np.float64)
+    vector = to_backend(numbers, backend)
+    parts = layout.split(vector)
+    assert [len(part) for part in parts] == [spec.numel for spec in layout.tensors]
+    assert np.array_equal(np.concatenate([to_numpy(part) for part in parts]), numbers)
+    for part in parts:
+        part[:] = -1
+    assert (to_numpy(vector) == -1).all()
+
+
+@given(layouts(), st.integers(1, 90), st.data())
+def test_pieces_tile_a_partition_with_the_elements_of_its_tensors(layout, world_size, data):
+    part = partition(layout.numel, world_size, data.draw(st.integers(0, world_size - 1)))
+    elements = [(i, j) for i, spec in enumerate(layout.tensors) for j in range(spec.numel)]
+    covered = []
+    for piece in layout.pieces(part):
+        assert piece.flat.stop - piece.flat.start == piece.within.stop - piece.within.start > 0
+        assert piece.flat.start == part.start + len(covered)
+        covered += [(piece.tensor, j) for j in range(piece.within.start, piece.within.stop)]
+    assert covered == elements[part.start : part.stop]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (["float32"], "float32"),
+        (["float16", "bfloat16"], "float32"),
+        (["float16", "float64", "float32"], "float64"),
+        ([], "float32"),
+    ],
+)
+def test_vector_is_float64_if_any_tensor_is_and_else_float32(dtypes, expected):
+    assert FlatLayout(TensorSpec(f"t{i}", (1,), dtype) for i, dtype in enumerate(dtypes)).dtype == expected
+
+
+def test_flat_is_the_layout_of_one_vector():
+    layout = FlatLayout.flat(5, "float64")
+    assert (layout.numel, layout.offsets, layout.dtype) == (5, (0, 5), "float64")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ([A], [B], (["'a'", "float32", "[2, 3]"], ["'b'", "float16", "[]"])),
+        ([A, B], [A, C], (["'b'"], ["'c'"])),
+        ([A, B], [A], (["'b'"], ["no further tensor"])),
+        ([], [C], (["no further tensor"], ["'c'", "[0, 4]"])),
+        ([A], [A._replace(shape=(6,))], (["[2, 3]"], ["[6]"])),
+        ([A], [A._replace(dtype="bfloat16")], (["float32"], ["bfloat16"])),
+    ],
+)
+def test_first_difference_shows_what_either_has_at_the_first_difference(ours, theirs, words):
+    difference = first_difference(ours, theirs)
+    assert difference is not None
+    for text, expected in zip(difference, words, strict=True):
+        assert all(word in text for word in expected)
+
+
+@given(specs)
+def test_equal_lists_have_no_first_difference(tensors):
+    assert first_difference(tensors, list(tensors)) is None

@@ -1,0 +1,64 @@
+"""Bad settings are refused at construction."""
+
+import numpy as np
+import pytest
+
+from horovod_sparse.core import A2SGD, FlatLayout, MiCRO, a2sgd, micro
+
+LAYOUT = FlatLayout.flat(10)
+
+
+def refusal(make, name, value):
+    with pytest.raises(ValueError, match=name) as refused:
+        make()
+    text = str(refused.value)
+    assert repr(value) in text
+    return text
+
+
+@pytest.mark.parametrize("density", [0, 0.0, -1, -0.01, 1.5, float("nan"), float("inf"), "x", "0.5", True, None, [0.1]])
+def test_density_outside_0_to_1_is_refused(density):
+    assert "(0, 1]" in refusal(lambda: MiCRO(LAYOUT, density=density), "density", density)
+    refusal(lambda: micro.check_settings(density, "adaptive", None), "density", density)
+
+
+@pytest.mark.parametrize("threshold", ["foo", "Adaptive", "", None, 0.1])
+def test_unknown_threshold_is_refused(threshold):
+    text = refusal(lambda: MiCRO(LAYOUT, threshold=threshold), "threshold", threshold)
+    assert "adaptive" in text
+    assert "paper" in text
+
+
+@pytest.mark.parametrize("value_dtype", ["int8", "float32", "bfloat16", "", 16, np.float16])
+def test_unknown_value_dtype_is_refused(value_dtype):
+    text = refusal(lambda: MiCRO(LAYOUT, value_dtype=value_dtype), "value_dtype", value_dtype)
+    assert '"float16"' in text
+    assert "None" in text
+
+
+@pytest.mark.parametrize("granularity", ["layer", "", None, 1])
+def test_unknown_granularity_is_refused(granularity):
+    text = refusal(lambda: A2SGD(LAYOUT, granularity), "granularity", granularity)
+    assert "model" in text
+    assert "tensor" in text
+
+
+@pytest.mark.parametrize("sync_every", [0, -5, 1.5, 2.0, True, False, "100", float("nan")])
+def test_sync_every_that_is_not_a_positive_whole_number_is_refused(sync_every):
+    text = refusal(lambda: a2sgd.check_settings("model", sync_every), "sync_every", sync_every)
+    assert ">= 1" in text
+    assert "None" in text
+
+
+@pytest.mark.parametrize("density", [1, 1.0, 1e-9, np.float32(0.5), np.float64(0.01)])
+@pytest.mark.parametrize("threshold", ["adaptive", "paper"])
+@pytest.mark.parametrize("value_dtype", [None, "float16"])
+def test_good_settings_of_micro_are_taken(density, threshold, value_dtype):
+    assert MiCRO(LAYOUT, density, threshold, value_dtype).k == pytest.approx(max(10 * density, 1))
+
+
+@pytest.mark.parametrize("granularity", ["model", "tensor"])
+@pytest.mark.parametrize("sync_every", [1, 100, None])
+def test_good_settings_of_a2sgd_are_taken(granularity, sync_every):
+    a2sgd.check_settings(granularity, sync_every)
+    assert A2SGD(LAYOUT, granularity).granularity == granularity
