@@ -128,10 +128,10 @@ class Exchange:
         self.algorithm = self._make_algorithm(layout)
         if self._loaded:
             try:
-                self.algorithm.t = self._loaded["step"]
+                self.algorithm.t = int(self._loaded["step"])
                 self._restore(self._loaded, arrays)
-            except ValueError as error:
-                self.note(str(error))
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                self.note(f"the loaded state does not fit: {error}")
 
     def _notes(self, specs: Sequence[TensorSpec]) -> Notes:
         notes = {"problem": self.problem, "method": self.method, "settings": self.settings, "tensors": specs}
@@ -216,17 +216,15 @@ class MiCROExchange(Exchange):
         return {"threshold": self.algorithm.estimator.state(), "residual": named}
 
     def _restore(self, state: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-        self.algorithm.estimator.load(state["threshold"])
-        residual: Mapping[str, Array] = state["residual"]
-        if not residual:
+        self.algorithm.estimator.load(state.get("threshold", {}))
+        residual: Mapping[str, Array] = state.get("residual", {})
+        if not residual:  # saved before the first step
             return
         layout = self.algorithm.layout
         saved = [TensorSpec(name, tuple(residual[name].shape), layout.dtype) for name in sorted(residual)]
         difference = first_difference(saved, [spec._replace(dtype=layout.dtype) for spec in layout.tensors])
         if difference:
-            raise ValueError(
-                f"the loaded state does not fit the model: it has {difference[0]} where the model has {difference[1]}"
-            )
+            raise ValueError(f"it has {difference[0]} where the model has {difference[1]}")
         kernels = kernels_for(arrays[0])
         parts = [kernels.beside(residual[spec.name], arrays[0], layout.dtype).reshape(-1) for spec in layout.tensors]
         self.algorithm.residual = kernels.join(parts)

@@ -330,9 +330,10 @@ class A2SGDCompressor(SparseCompressor):
         process_set = optimizer.process_set
         if not process_set.included() or process_set.size() == 1:
             return
-        named = sorted((name, p) for p, name in optimizer._parameter_names.items())
+        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point())
+        ordered = sorted(parameters, key=lambda p: str(optimizer._parameter_names.get(p)))
         collectives = self._collectives or Collectives("horovod_sparse.a2sgd", process_set)
-        collectives.average_([p.data for _, p in named if p.is_floating_point()])
+        collectives.average_([p.data for p in ordered])
         self._add_bytes(collectives)
 
     def _bind(self, optimizer: Any) -> None:

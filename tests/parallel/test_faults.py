@@ -90,6 +90,29 @@ def test_a2sgd_step_that_one_rank_alone_does_not_take_when_averaging_is_due() ->
     assert same_on_all_ranks(model.parameters())
 
 
+@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor(sync_every=2)])
+def test_loss_scaler_skips_the_same_steps_on_all_ranks(compression: object) -> None:
+    model = mlp()
+    optimizer = distributed(model, compression)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    skipped = 0
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = loss_on(model, hvd.rank(), step)
+        scaler.scale(loss * (float("inf") if (step, hvd.rank()) == (3, 1) else 1.0)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        skipped += get_compressor(optimizer).stats.skipped
+    assert skipped == 1
+    if isinstance(compression, A2SGDCompressor):
+        compression.synchronize_parameters()
+    assert same_on_all_ranks([torch.tensor(scaler.get_scale()), *model.parameters()])
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
 # Empty selections
 
 
@@ -353,9 +376,34 @@ def test_state_of_another_model() -> None:
     train(other, other_optimizer, range(1))
     get_compressor(optimizer).load_state_dict(get_compressor(other_optimizer).state_dict())
     backward_with(model, known_gradients(model, hvd.rank(), 0))
-    with pytest.raises(RuntimeError, match=r"does not fit the model: it has '0.bias' \(float32\[30\]\)") as error:
+    with pytest.raises(
+        RuntimeError, match=r"the loaded state does not fit: it has '0.bias' \(float32\[30\]\)"
+    ) as error:
         optimizer.step()
     assert_raised_on_all_ranks(error)
+
+
+@pytest.mark.parametrize("broken", [{"step": None}, {"residual": 3}, {"threshold": [1]}])
+def test_state_that_is_broken_on_one_rank(broken: dict[str, object]) -> None:
+    model = named(f"broken_{next(iter(broken))}", mlp())
+    optimizer = distributed(model, MiCROCompressor)
+    train(model, optimizer, range(1))
+    state = get_compressor(optimizer).state_dict()
+    get_compressor(optimizer).load_state_dict({**state, **(broken if hvd.rank() == 1 else {})})
+    optimizer.zero_grad()
+    backward_with(model, known_gradients(model, hvd.rank(), 1))
+    with pytest.raises(RuntimeError, match="rank 1: the loaded state does not fit") as error:
+        optimizer.step()
+    assert_raised_on_all_ranks(error)
+
+
+def test_state_saved_before_the_first_step() -> None:
+    model, again = mlp(), mlp()
+    optimizer, optimizer_again = distributed(model, MiCROCompressor), distributed(again, MiCROCompressor)
+    get_compressor(optimizer_again).load_state_dict(get_compressor(optimizer).state_dict())
+    train(model, optimizer, range(3))
+    train(again, optimizer_again, range(3))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
 def test_state_of_another_method() -> None:
