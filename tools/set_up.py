@@ -66,7 +66,7 @@ def main() -> int:
         READY.write_text(fingerprint())
     except BaseException as error:
         shutil.rmtree(VENV, ignore_errors=True)
-        if not isinstance(error, SetUpError | KeyboardInterrupt):
+        if not isinstance(error, (SetUpError, KeyboardInterrupt)):
             raise
         print(
             f"\nset-up stopped: {error or 'interrupted'}\nNothing was left behind; run the same command again.",
@@ -106,7 +106,7 @@ def check_machine() -> None:
     if free < FREE_GIB:
         raise SetUpError(f"{FREE_GIB} GiB of free disk are needed under {ROOT}, {free:.1f} are there")
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    if compiler is None or shutil.which(compiler.split()[0]) is None:
         raise SetUpError(
             "a C++17 compiler is needed. Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; or set CXX"
         )
