@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,17 @@ import torch
 from horovod_sparse.core.collectives import Allgather, Array, Collective
 from horovod_sparse.core.step import Step
 from horovod_sparse.torch._horovod import hvd
+
+NAP_S = 50e-6
+
+
+def _wait(handle: int) -> torch.Tensor:
+    """The result of an operation. Horovod's own wait spins, which takes the core away from the threads that it waits
+    for where there are no more cores than ranks; ours naps."""
+    while not hvd.poll(handle):
+        time.sleep(NAP_S)
+    result: torch.Tensor = hvd.synchronize(handle)
+    return result
 
 
 class Collectives:
@@ -57,7 +69,7 @@ class Collectives:
     def finish(self, step: Step[Any], handle: int) -> Any:
         """Run a step that was begun to its end; return its result."""
         while True:
-            result: torch.Tensor = hvd.synchronize(handle)
+            result = _wait(handle)
             answer: Array = result.numpy() if result.device.type == "cpu" else result
             try:
                 request = step.send(answer)
@@ -74,7 +86,7 @@ class Collectives:
             for i, t in enumerate(wide)
         ]
         for tensor, mean, handle in zip(tensors, wide, handles, strict=True):
-            hvd.synchronize(handle)
+            _wait(handle)
             self.count(mean.nbytes)
             if mean is not tensor:
                 tensor.copy_(mean)
