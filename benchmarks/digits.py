@@ -1,0 +1,319 @@
+"""Train a small network on real handwritten digits with each compression, and compare.
+
+    horovodrun -np 2 python benchmarks/digits.py                    # all compressions, three seeds each
+    horovodrun -np 2 python benchmarks/digits.py --compression micro --density 0.001 --json results/digits.json
+    python benchmarks/digits.py --help
+
+The data are scikit-learn's 1797 digits of 8x8 pixels. All compressions share the hyperparameters below. On one or two
+ranks, the accuracies are the same in each run; on more, Horovod adds in an order that varies, and rounding with it.
+
+horovodrun --gloo hides the terminal from the ranks: TTY_COMPATIBLE=1 in the environment brings the progress bar back.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any, Literal, NamedTuple
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+import typer
+from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+from horovod_sparse.torch import Compression, MiCROCompressor, get_compressor
+
+LABELS = {"none": "dense", "fp16": "fp16", "micro": "MiCRO", "a2sgd": "A2SGD"}
+BATCH_SIZE = 64  # over all ranks
+LEARNING_RATE = 0.1  # the peak of its schedule
+MOMENTUM = 0.9
+
+
+class Choice(NamedTuple):
+    """What the command line asks for."""
+
+    compressions: Sequence[str]
+    seeds: Sequence[int]
+    density: float
+    epochs: int
+    results: Path | None
+    plot: Path
+
+
+@dataclass
+class Digits:
+    """Images of shape (N, 1, 8, 8), with values in [0, 1], and the digits that they show."""
+
+    images: torch.Tensor
+    digits: torch.Tensor
+
+
+@dataclass
+class Run:
+    """One training. The lists have an entry for each step; None where nothing was exchanged, or selected."""
+
+    compression: str
+    seed: int
+    accuracy: float = 0.0
+    loss: list[float] = field(default_factory=list)
+    density: list[float | None] = field(default_factory=list)
+    bytes_sent: list[int | None] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def load_data() -> tuple[Digits, Digits]:
+    """This rank's shard of the training set, of the same size on all ranks, and the whole test set."""
+    images, digits = load_digits(return_X_y=True)
+    images = images.reshape(-1, 1, 8, 8).astype(np.float32) / 16
+    split = train_test_split(images, digits, test_size=0.25, random_state=0, stratify=digits)
+    train_images, test_images, train_digits, test_digits = map(torch.as_tensor, split)
+    size = len(train_digits) // hvd.size()
+    shard = slice(hvd.rank() * size, (hvd.rank() + 1) * size)
+    return Digits(train_images[shard], train_digits[shard]), Digits(test_images, test_digits)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Dropout(0.25), nn.Linear(32 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
+def train(run: Run, density: float, epochs: int, training: Digits, test: Digits, advance: Callable[[], None]) -> None:
+    """Train a network and fill in `run`, the same on all ranks but for its times; call `advance` after each epoch.
+
+    Raises:
+        RuntimeError: the ranks have not ended with the same parameters.
+    """
+    torch.manual_seed(hvd.size() * run.seed + hvd.rank())
+    model = make_model()
+    batch_size = max(BATCH_SIZE // hvd.size(), 1)
+    steps_per_epoch = len(training.digits) // batch_size
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM),
+        named_parameters=model.named_parameters(),
+        compression=MiCROCompressor(density) if run.compression == "micro" else getattr(Compression, run.compression),
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, epochs * steps_per_epoch, pct_start=0.1, cycle_momentum=False
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+    for _ in range(epochs):
+        order = torch.randperm(len(training.digits))
+        for batch in order[: steps_per_epoch * batch_size].view(-1, batch_size):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = cross_entropy(model(training.images[batch]), training.digits[batch])
+            loss.backward()
+            optimizer.step()
+            run.seconds.append(time.perf_counter() - start)
+            schedule.step()
+            step_density, bytes_sent = sent(run.compression, optimizer, model)
+            run.loss.append(loss.item())
+            run.density.append(step_density)
+            run.bytes_sent.append(bytes_sent)
+        advance()
+    run.loss = hvd.allreduce(torch.tensor(run.loss), name="loss").tolist()
+
+    if run.compression == "a2sgd":
+        get_compressor(optimizer).synchronize_parameters()
+        run.bytes_sent[-1] = sent(run.compression, optimizer, model)[1]
+    bits = parameters_to_vector(model.parameters()).detach().view(torch.int32)
+    bits_of_ranks = hvd.allgather(bits[None], name="parameters")
+    if (bits_of_ranks != bits_of_ranks[0]).any():
+        raise RuntimeError(f"{LABELS[run.compression]}: the ranks have not ended with the same parameters")
+
+    model.eval()
+    with torch.no_grad():
+        run.accuracy = (model(test.images).argmax(1) == test.digits).float().mean().item()
+
+
+def sent(compression: str, optimizer: Any, model: nn.Module) -> tuple[float | None, int | None]:
+    """In the last step: the share of the gradient's elements, and the bytes that this rank handed to Horovod."""
+    if hvd.size() == 1:
+        return None, None
+    if compression in ("none", "fp16"):
+        return 1.0, sum(p.numel() * (2 if compression == "fp16" else p.element_size()) for p in model.parameters())
+    stats = get_compressor(optimizer).stats
+    return stats.density, stats.bytes_sent
+
+
+def make_table(runs: dict[str, list[Run]]) -> Table:
+    """A row for each compression, over its runs."""
+
+    def mean(runs: list[Run], name: str) -> float | None:
+        values = [value for run in runs for value in getattr(run, name)]
+        return None if None in values else fmean(values)
+
+    def text(value: float | None, form: str) -> str:
+        return "n/a" if value is None else format(value, form)
+
+    accuracy = {name: fmean(run.accuracy for run in group) for name, group in runs.items()}
+    seconds = {name: median(s for run in group for s in run.seconds) for name, group in runs.items()}
+    table = Table("compression", caption="bytes: handed to Horovod by a rank; A2SGD's, with its parameter averaging")
+    for heading in ("accuracy", "vs dense", "density", "bytes/step", "ms/step", "speed"):
+        table.add_column(heading, justify="right")
+    for name, group in runs.items():
+        table.add_row(
+            LABELS[name],
+            f"{accuracy[name]:.2%}",
+            text(100 * (accuracy[name] - accuracy["none"]) if "none" in runs else None, "+.2f"),
+            text(mean(group, "density"), ".2%"),
+            text(mean(group, "bytes_sent"), ",.0f"),
+            f"{1000 * seconds[name]:.2f}",
+            text(seconds["none"] / seconds[name] if "none" in runs else None, ".2f"),
+        )
+    return table
+
+
+def make_plot(runs: dict[str, list[Run]], target: float, epochs: int) -> Figure:
+    """Loss and density over the steps: means over the seeds, the loss smoothed over an epoch."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure.suptitle(f"Handwritten digits on {hvd.size()} rank(s), mean of {len(next(iter(runs.values())))} seed(s)")
+    losses, densities = figure.subplots(1, 2, sharex=True)
+    for name, group in runs.items():
+        loss = np.mean([run.loss for run in group], axis=0)
+        epoch = len(loss) // epochs
+        smooth = np.convolve(loss, np.full(epoch, 1 / epoch), "valid")
+        style = {"label": LABELS[name], "linestyle": "--" if name == "fp16" else "-"}  # fp16 covers dense
+        losses.plot(np.arange(epoch, len(loss) + 1), smooth, **style)
+        if None not in group[0].density:
+            density = np.array([run.density for run in group], float).mean(axis=0)
+            densities.plot(np.arange(1, len(density) + 1), density, **style)
+    if "micro" in runs:
+        densities.axhline(target, color="black", linestyle=":", label=f"MiCRO's target: {target:g}")
+    losses.set(title="Loss", xlabel="step", ylabel="training loss, mean over an epoch", yscale="log")
+    densities.set(
+        title="Density (A2SGD sends two numbers)",
+        xlabel="step",
+        ylabel="share of the gradient's elements sent",
+        yscale="log",
+    )
+    for axes in (losses, densities):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    return figure
+
+
+def check_density(density: float) -> float:
+    try:
+        MiCROCompressor(density)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return density
+
+
+def check_output(path: Path | None) -> Path | None:
+    """Find out now, not after the training, that `path` cannot be written."""
+    if path:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise typer.BadParameter(str(error)) from None
+    return path
+
+
+def check_plot(path: Path) -> Path:
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise typer.BadParameter(f"{path} must end in one of .{', .'.join(formats)}")
+    check_output(path)
+    return path
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=(__doc__ or "").split("\n")[0])
+def choose(
+    compression: Annotated[
+        Literal["none", "fp16", "micro", "a2sgd", "all"], typer.Option(help="What to train with.")
+    ] = "all",
+    density: Annotated[float, typer.Option(callback=check_density, help="MiCRO's.")] = 0.01,
+    epochs: Annotated[int, typer.Option(min=1)] = 20,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32, help="A single seed, instead of 0, 1 and 2.")] = None,
+    results: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", callback=check_output, help="Where to write all figures.")
+    ] = None,
+    plot: Annotated[
+        Path, typer.Option(metavar="OUT", callback=check_plot, help="Where to plot loss and density.")
+    ] = Path("results/digits.png"),
+) -> Choice:
+    compressions = list(LABELS) if compression == "all" else [compression]
+    return Choice(compressions, [0, 1, 2] if seed is None else [seed], density, epochs, results, plot)
+
+
+def read_command_line() -> Choice | int:
+    """What to do, or with which status to exit."""
+    try:
+        choice: Choice | int = app(standalone_mode=False)
+    except typer.TyperException as error:
+        print(f"Error: {error.format_message()}", file=sys.stderr, flush=True)
+        return 2
+    return choice
+
+
+def compare(choice: Choice) -> None:
+    """Train with each compression and seed, and show the results."""
+    torch.set_num_threads(1)
+    training, test = load_data()
+    runs: dict[str, list[Run]] = {compression: [] for compression in choice.compressions}
+    console = Console(highlight=False, quiet=hvd.rank() > 0)
+    with Progress(console=console, refresh_per_second=4) as progress:
+        task = progress.add_task("", total=len(choice.compressions) * len(choice.seeds) * choice.epochs)
+        # The compressions take turns, so that a slow spell of the machine does not hit one alone.
+        for seed, compression in product(choice.seeds, choice.compressions):
+            run = Run(compression, seed)
+            title = f"{LABELS[compression]}, seed {seed}"
+            progress.update(task, description=title)
+            train(run, choice.density, choice.epochs, training, test, advance=lambda: progress.advance(task))
+            runs[compression].append(run)
+            console.print(f"{title}: test accuracy {run.accuracy:.2%}")
+    if hvd.rank() > 0:
+        return
+    console.print(make_table(runs))
+    make_plot(runs, choice.density, choice.epochs).savefig(choice.plot, dpi=120)
+    console.print(f"plot: {choice.plot}")
+    if choice.results:
+        settings = {"ranks": hvd.size(), "density": choice.density, "epochs": choice.epochs}
+        all_runs = [asdict(run) for of_compression in runs.values() for run in of_compression]
+        choice.results.write_text(json.dumps({**settings, "runs": all_runs}))
+        console.print(f"figures: {choice.results}")
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # on Ctrl-C, launchers send the ranks SIGTERM
+    try:
+        hvd.init()
+        choice = hvd.broadcast_object(read_command_line() if hvd.rank() == 0 else None, name="choice")
+        if isinstance(choice, int):
+            return choice
+        compare(choice)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
