@@ -88,6 +88,7 @@ def test_payload_does_not_grow_with_the_number_of_elements(backend, granularity,
         world = World(lambda layout: A2SGD(layout, granularity), layout, ranks, backend)
         outcome = world.step(make_gradients(rng, "normal", layout, ranks))
         assert len(outcome.rounds) == 1
+        assert world.ranks[0].first_round == (to_numpy(outcome.rounds[0][0].array).size, "float32")
         assert all(isinstance(request, Allreduce) for request in outcome.rounds[0])
         sizes |= {to_numpy(request.array).nbytes for request in outcome.rounds[0]}
     assert sizes == {2 * 4 * (1 if granularity == "model" else 2)}

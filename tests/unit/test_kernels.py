@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from worlds import BACKENDS, World, micro_settings, scenarios, to_backend, to_numpy
+from worlds import BACKENDS, World, micro_options, scenarios, to_backend, to_numpy
 
 from horovod_sparse.core import A2SGD, MiCRO
 from horovod_sparse.core.kernels import kernels_for
@@ -55,14 +55,18 @@ def test_both_modules_offer_the_same_functions():
 
 
 @both_backends
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_zeros_numbers_and_join(backend, dtype):
+@both_dtypes
+def test_zeros_numbers_beside_and_join(backend, dtype):
     side = on(backend)
     like = side.array(np.ones(2, dtype))
     zeros, numbers = side.kernels.zeros(like, 3, dtype), side.kernels.numbers([1.5, np.nan], like, dtype)
     joined = to_numpy(side.kernels.join([zeros, numbers]))
     assert joined.dtype == dtype
     assert np.array_equal(joined, [0, 0, 0, 1.5, np.nan], equal_nan=True)
+    beside = side.kernels.beside(np.array([0.5, -2.0]), like, dtype)
+    assert type(beside) is type(like)
+    assert beside.dtype == like.dtype
+    assert beside.tolist() == [0.5, -2.0]
 
 
 @both_backends
@@ -193,9 +197,9 @@ def test_round_to_float16_is_nearest_and_its_sum_over_the_ranks_is_finite(backen
     assert np.isfinite(total).all()
 
 
-@given(scenario=scenarios(), settings=micro_settings())
-def test_micro_steps_are_the_same_with_both_kernels(scenario, settings):
-    worlds = [World(lambda layout: MiCRO(layout, **settings), scenario.layout, scenario.ranks, b) for b in BACKENDS]
+@given(scenario=scenarios(), options=micro_options())
+def test_micro_steps_are_the_same_with_both_kernels(scenario, options):
+    worlds = [World(lambda layout: MiCRO(layout, **options), scenario.layout, scenario.ranks, b) for b in BACKENDS]
     for gradients in scenario.steps:
         host, device = (world.step(gradients) for world in worlds)
         assert [type(requests[0]) for requests in host.rounds] == [type(requests[0]) for requests in device.rounds]

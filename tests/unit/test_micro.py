@@ -15,7 +15,7 @@ from worlds import (
     World,
     flat,
     make_gradients,
-    micro_settings,
+    micro_options,
     scenarios,
     split,
     to_backend,
@@ -29,8 +29,8 @@ FLOAT16 = np.finfo(np.float16)
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def world_of(scenario, settings, backend):
-    return World(lambda layout: MiCRO(layout, **settings), scenario.layout, scenario.ranks, backend)
+def world_of(scenario, options, backend):
+    return World(lambda layout: MiCRO(layout, **options), scenario.layout, scenario.ranks, backend)
 
 
 def everywhere(outcome, values):
@@ -79,9 +79,9 @@ class Books:
 
 
 @both_backends
-@given(scenario=scenarios(), settings=micro_settings())
-def test_what_came_in_went_out_or_is_held_back_at_every_step(backend, scenario, settings):
-    world = world_of(scenario, settings, backend)
+@given(scenario=scenarios(), options=micro_options())
+def test_what_came_in_went_out_or_is_held_back_at_every_step(backend, scenario, options):
+    world = world_of(scenario, options, backend)
     books = Books(scenario.layout, scenario.ranks)
     for gradients in scenario.steps:
         outcome = world.step(gradients)
@@ -89,9 +89,9 @@ def test_what_came_in_went_out_or_is_held_back_at_every_step(backend, scenario, 
 
 
 @both_backends
-@given(scenario=scenarios(), settings=micro_settings(density=0.1))
-def test_selected_indices_ascend_inside_the_partition_of_the_rank(backend, scenario, settings):
-    world = world_of(scenario, settings, backend)
+@given(scenario=scenarios(), options=micro_options(density=0.1))
+def test_selected_indices_ascend_inside_the_partition_of_the_rank(backend, scenario, options):
+    world = world_of(scenario, options, backend)
     d, n = scenario.layout.numel, scenario.ranks
     for t, gradients in enumerate(scenario.steps):
         outcome = world.step(gradients)
@@ -106,9 +106,9 @@ def test_selected_indices_ascend_inside_the_partition_of_the_rank(backend, scena
 
 
 @both_backends
-@given(scenario=scenarios(), settings=micro_settings(density=0.05, value_dtype=None))
-def test_step_is_the_published_one_given_its_threshold(backend, scenario, settings):
-    world = world_of(scenario, settings, backend)
+@given(scenario=scenarios(), options=micro_options(density=0.05, value_dtype=None))
+def test_step_is_the_published_one_given_its_threshold(backend, scenario, options):
+    world = world_of(scenario, options, backend)
     reference = Reference(scenario.layout, scenario.ranks)
     numbers = np.finfo(scenario.layout.dtype)
     for gradients in scenario.steps:
@@ -127,9 +127,9 @@ def test_step_is_the_published_one_given_its_threshold(backend, scenario, settin
 
 
 @both_backends
-@given(scenario=scenarios(), settings=micro_settings())
-def test_updates_are_bitwise_equal_on_all_ranks(backend, scenario, settings):
-    world = world_of(scenario, settings, backend)
+@given(scenario=scenarios(), options=micro_options())
+def test_updates_are_bitwise_equal_on_all_ranks(backend, scenario, options):
+    world = world_of(scenario, options, backend)
     for gradients in scenario.steps:
         outcome = world.step(gradients)
         updates = {
@@ -145,9 +145,19 @@ def test_updates_are_bitwise_equal_on_all_ranks(backend, scenario, settings):
 
 
 @both_backends
-@given(scenario=scenarios(), settings=micro_settings(density=1.0, value_dtype=None))
-def test_density_1_is_the_dense_average(backend, scenario, settings):
-    world = world_of(scenario, settings, backend)
+@given(scenario=scenarios(steps=3), options=micro_options())
+def test_first_round_is_told_in_advance(backend, scenario, options):
+    world = world_of(scenario, options, backend)
+    for gradients in scenario.steps:
+        told = [rank.first_round for rank in world.ranks]
+        first = [to_numpy(request.array) for request in world.step(gradients).rounds[0]]
+        assert told == [(array.size, array.dtype.name) for array in first]
+
+
+@both_backends
+@given(scenario=scenarios(), options=micro_options(density=1.0, value_dtype=None))
+def test_density_1_is_the_dense_average(backend, scenario, options):
+    world = world_of(scenario, options, backend)
     numbers = np.finfo(scenario.layout.dtype)
     for gradients in scenario.steps:
         outcome = world.step(gradients)
@@ -160,9 +170,9 @@ def test_density_1_is_the_dense_average(backend, scenario, settings):
 
 
 @both_backends
-@given(scenario=scenarios(steps=6), settings=micro_settings())
-def test_flush_sends_all_that_is_held_back(backend, scenario, settings):
-    world = world_of(scenario, settings, backend)
+@given(scenario=scenarios(steps=6), options=micro_options())
+def test_flush_sends_all_that_is_held_back(backend, scenario, options):
+    world = world_of(scenario, options, backend)
     books = Books(scenario.layout, scenario.ranks)
     flushed = len(scenario.steps) // 2
     for t, gradients in enumerate(scenario.steps):
@@ -175,18 +185,16 @@ def test_flush_sends_all_that_is_held_back(backend, scenario, settings):
         if t == flushed:
             assert (residuals == 0).all()
             assert not outcome.selections
-        elif settings["density"] < 1:
+        elif options["density"] < 1:
             assert outcome.selections
 
 
 @both_backends
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @settings(max_examples=15)
-@given(scenario=scenarios(steps=4), settings=micro_settings(), flushing=st.booleans(), data=st.data())
-def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
-    backend, bad, scenario, settings, flushing, data
-):
-    world = world_of(scenario, settings, backend)
+@given(scenario=scenarios(steps=4), options=micro_options(), flushing=st.booleans(), data=st.data())
+def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(backend, bad, scenario, options, flushing, data):
+    world = world_of(scenario, options, backend)
     books = Books(scenario.layout, scenario.ranks)
     when = data.draw(st.integers(0, len(scenario.steps) - 1))
     for t, gradients in enumerate(scenario.steps):
@@ -211,10 +219,10 @@ def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
 
 
 @both_backends
-@given(scenario=scenarios(steps=2), settings=micro_settings(density=0.1, value_dtype=None))
-def test_step_that_fails_in_a_later_round_keeps_the_gradient_in_the_residual(backend, scenario, settings):
+@given(scenario=scenarios(steps=2), options=micro_options(density=0.1, value_dtype=None))
+def test_step_that_fails_in_a_later_round_keeps_the_gradient_in_the_residual(backend, scenario, options):
     *before, gradients = scenario.steps
-    world = world_of(scenario, settings, backend)
+    world = world_of(scenario, options, backend)
     reference = Reference(scenario.layout, scenario.ranks)
     for earlier in before:
         reference.accumulate(earlier)

@@ -99,6 +99,14 @@ def test_adaptive_density_is_within_10_percent_in_the_very_first_step(distributi
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_steady_gradients_take_three_rounds_without_a_search_for_the_threshold(distribution):
+    rng = np.random.default_rng(9)
+    steps = [layered(rng, UNEVEN, DISTRIBUTIONS[distribution]) for _ in range(10)]
+    for t, outcome, _ in run(0.01, steps):
+        assert len(outcome.rounds) == 3 or t < 7
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_selection_captures_at_least_95_percent_of_what_the_exact_shared_threshold_captures(distribution):
     rng = np.random.default_rng(5)
     # Layers and ranks of different scales: thresholds that are not shared would miss much.

@@ -18,9 +18,9 @@ BACKENDS = ("numpy", "torch")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3), (1, 1, 9), (40,), (4, 3, 6)]
 KINDS = ("normal", "heavy", "mixed", "zeros", "equal", "denormal", "one rank", "one corner")
-# A search for the threshold among all float64 numbers takes about a dozen rounds, in the first step, if many elements
-# are equal; other steps take three. A step that takes as many as this does not end.
-MAX_ROUNDS = 18
+# Most steps take three rounds. The longest search for a threshold, among all float64 numbers for one that many elements
+# are equal to, takes a few more. A step that takes as many as this does not end.
+MAX_ROUNDS = 14
 
 Gradient = list[np.ndarray]
 """The flattened tensors of one rank."""
@@ -102,13 +102,13 @@ def scenarios(
     return Scenario(layout, ranks, [make_gradients(rng, kind, layout, ranks) for kind in chosen])
 
 
-def micro_settings(**fixed: Any) -> st.SearchStrategy[dict[str, Any]]:
-    settings = {
+def micro_options(**fixed: Any) -> st.SearchStrategy[dict[str, Any]]:
+    options = {
         "density": st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.999, 1.0]),
         "threshold": st.sampled_from(["adaptive", "paper"]),
         "value_dtype": st.sampled_from([None, "float16"]),
     }
-    return st.fixed_dictionaries(settings | {name: st.just(value) for name, value in fixed.items()})
+    return st.fixed_dictionaries(options | {name: st.just(value) for name, value in fixed.items()})
 
 
 def bounded(step: Any) -> Iterator[Any]:

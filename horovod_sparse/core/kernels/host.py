@@ -38,13 +38,14 @@ def join(vectors: list[Vector]) -> Vector:
     return np.concatenate(vectors)
 
 
-# The sums may be reordered ("reassoc"), which lets the compiler vectorise them; NaN and infinity keep their meaning.
+# The sums may be reordered ("reassoc") for the compiler to vectorise them; NaN and infinity keep their meaning. It
+# vectorises loops over an index, and only those, with all operands of one dtype.
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def _nan_unless_finite(x):  # type: ignore[no-untyped-def]
-    total = x.dtype.type(0)
     zero = x.dtype.type(0)
-    for value in x:
-        total += value * zero
+    total = zero
+    for i in range(x.size):
+        total += x[i] * zero
     return total
 
 
@@ -136,13 +137,15 @@ def bounds(indices: Indices, offsets: tuple[int, ...]) -> list[int]:
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def _sign_sums(x):  # type: ignore[no-untyped-def]
+    zero = x.dtype.type(0)
     positive = negative = 0.0
     positives = negatives = 0
-    for value in x:
-        positive += value if value >= 0 else 0.0
-        negative -= value if value < 0 else 0.0
-        positives += value >= 0
-        negatives += value < 0
+    for i in range(x.size):
+        value = np.float64(x[i])
+        positive += value if x[i] >= zero else 0.0
+        negative -= value if x[i] < zero else 0.0
+        positives += np.int64(x[i] >= zero)
+        negatives += np.int64(x[i] < zero)
     return positive, positives, negative, negatives
 
 
