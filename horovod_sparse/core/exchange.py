@@ -76,7 +76,7 @@ class Exchange:
         Raises:
             RuntimeError: they do not, or some rank has a problem; the same error on all ranks.
         """
-        yield from agree(self._notes(specs))
+        yield from agree(self._notes(specs, None))
 
     def step(self, gradient: Mapping[TensorSpec, Array], rank: int, world_size: int) -> Step[Update | None]:
         """One step on one rank.
@@ -103,25 +103,27 @@ class Exchange:
                     "changed on purpose, call reset() on the compressor of every rank"
                 )
         kernels = kernels_for(arrays[0])
+        algorithm = self.algorithm  # this step's, even if the state is reset before the step has ended
         if self.something_to_say:
-            size, dtype = self.algorithm.first_round
+            size, dtype = algorithm.first_round
             first = kernels.numbers([1] + [0] * size, arrays[0], dtype)
         else:
-            method_step = self.algorithm.step(arrays, rank, world_size)
+            method_step = algorithm.step(arrays, rank, world_size)
             request = next(method_step).array
             first = kernels.join([kernels.numbers([0], request, str(request.dtype).removeprefix("torch.")), request])
         answer = yield Allreduce(first)
         if float(answer[0]) > 0:
-            all_notes = yield from agree(self._notes(specs))
-            self.something_to_say = False
-            self._loaded = None
-            self._heed(all_notes)
-            method_step = self.algorithm.step(arrays, rank, world_size)
+            all_notes = yield from agree(self._notes(specs, algorithm))
+            if self.algorithm is algorithm:
+                self.something_to_say = False
+                self._loaded = None
+                self._heed(all_notes)
+            method_step = algorithm.step(arrays, rank, world_size)
             answer = yield next(method_step)
         else:
             answer = answer[1:]
         update: Update | None = yield from _continued(method_step, answer)
-        self.stats = self._make_stats(update)
+        self.stats = self._make_stats(algorithm, update)
         return update
 
     def _begin(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
@@ -133,20 +135,20 @@ class Exchange:
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 self.note(f"the loaded state does not fit: {error}")
 
-    def _notes(self, specs: Sequence[TensorSpec]) -> Notes:
+    def _notes(self, specs: Sequence[TensorSpec], algorithm: Any) -> Notes:
         notes = {"problem": self.problem, "method": self.method, "settings": self.settings, "tensors": specs}
-        return {**notes, **self._state_notes()} if self.algorithm else notes
+        return {**notes, **self._state_notes(algorithm)} if algorithm else notes
 
-    def _state_notes(self) -> Notes:
+    def _state_notes(self, algorithm: Any) -> Notes:
         """What the ranks have to agree on once there is a state."""
-        return {"step": self.algorithm.t}
+        return {"step": algorithm.t}
 
     # What differs between the methods
 
     def _make_algorithm(self, layout: FlatLayout) -> Any:
         raise NotImplementedError
 
-    def _make_stats(self, update: Any) -> StepStats:
+    def _make_stats(self, algorithm: Any, update: Any) -> StepStats:
         raise NotImplementedError
 
     def _save(self) -> dict[str, Any]:
@@ -195,16 +197,16 @@ class MiCROExchange(Exchange):
     def _make_algorithm(self, layout: FlatLayout) -> MiCRO:
         return MiCRO(layout, **self.settings)
 
-    def _make_stats(self, update: SparseUpdate | None) -> StepStats:
-        numel = self.algorithm.layout.numel
+    def _make_stats(self, algorithm: MiCRO, update: SparseUpdate | None) -> StepStats:
+        numel = algorithm.layout.numel
         selected = len(update.values) if update else 0
         return StepStats(
-            step=self.algorithm.t,
+            step=algorithm.t,
             numel=numel,
-            target_density=self.algorithm.density,
+            target_density=algorithm.density,
             density=selected / max(numel, 1),
             selected=selected,
-            threshold=update.threshold if update else self.algorithm.estimator.threshold,
+            threshold=update.threshold if update else algorithm.estimator.threshold,
             bytes_sent=0,
             skipped=update is None,
         )
@@ -227,10 +229,12 @@ class MiCROExchange(Exchange):
             raise ValueError(f"it has {difference[0]} where the model has {difference[1]}")
         kernels = kernels_for(arrays[0])
         parts = [kernels.beside(residual[spec.name], arrays[0], layout.dtype).reshape(-1) for spec in layout.tensors]
+        if not all(kernels.all_finite(part) for part in parts):
+            raise ValueError("its residual is not finite")
         self.algorithm.residual = kernels.join(parts)
 
-    def _state_notes(self) -> Notes:
-        return {**super()._state_notes(), "threshold": self.algorithm.estimator.state(), "flush": self._flush}
+    def _state_notes(self, algorithm: MiCRO) -> Notes:
+        return {**super()._state_notes(algorithm), "threshold": algorithm.estimator.state(), "flush": self._flush}
 
     def _heed(self, all_notes: list[Notes]) -> None:
         self.algorithm.flushing |= any(notes["flush"] for notes in all_notes)
@@ -253,19 +257,17 @@ class A2SGDExchange(Exchange):
         a2sgd.check_settings(granularity, sync_every)
         super().__init__(granularity=granularity, sync_every=sync_every)
 
-    def reset(self) -> None:
-        super().reset()
-        self.averaging_due = False
+        self.averaging_due = False  # not for `reset` to change: other ranks may wait for it
 
     def _make_algorithm(self, layout: FlatLayout) -> A2SGD:
         return A2SGD(layout, self.settings["granularity"])
 
-    def _make_stats(self, update: SignShift | None) -> StepStats:
-        step, sync_every = self.algorithm.t, self.settings["sync_every"]
+    def _make_stats(self, algorithm: A2SGD, update: SignShift | None) -> StepStats:
+        step, sync_every = algorithm.t, self.settings["sync_every"]
         self.averaging_due = self.averaging_due or (sync_every is not None and step % sync_every == 0)
         return StepStats(
             step=step,
-            numel=self.algorithm.layout.numel,
+            numel=algorithm.layout.numel,
             target_density=None,
             density=None,
             selected=None,

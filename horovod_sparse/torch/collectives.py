@@ -77,6 +77,10 @@ class Collectives:
                 return stop.value
             handle = self._start(request, type(request).__name__.lower())
 
+    def discard(self, handle: int) -> None:
+        """Wait for a collective whose result nobody wants any more."""
+        _wait(handle)
+
     def average_(self, tensors: list[torch.Tensor]) -> None:
         """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them."""
         # Horovod's PyTorch operations take contiguous tensors and know no bfloat16; 16 bits are few for a sum anyway.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod_sparse.core import StepStats, TensorSpec
+from horovod_sparse.core import FlatLayout, StepStats, TensorSpec
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange, MiCROExchange
 from horovod_sparse.core.layout import accumulator_dtype
 from horovod_sparse.core.step import Step
@@ -60,6 +60,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._exchange = exchange
         self._optimizer: weakref.ref[Any] | None = None
         self._collectives: Collectives | None = None  # once the ranks are known to train the same parameters
+        self._ever_sparse: set[str] = set()
         self._begin_step()
 
     # The public surface
@@ -167,6 +168,12 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._step: Step[Any] | None = None
         self._first_round: int | None = None  # Horovod's handle
 
+    def _abandon_step(self) -> None:
+        """The step will never be applied: say, the optimizer's state was loaded after the backward pass."""
+        if self._collectives and self._first_round is not None:
+            self._collectives.discard(self._first_round)
+        self._begin_step()
+
     def _compress(self, tensor: torch.Tensor, caller: Caller) -> tuple[torch.Tensor, Gradient | None]:
         optimizer, parameter, synchronizing = caller
         if optimizer.process_set.size() == 1:
@@ -174,8 +181,13 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         if synchronizing:
             self._meet(optimizer)
         self._finished = False
+        name = optimizer._parameter_names[parameter]
+        if name in self._ever_sparse:  # no gradient on any rank this time: Horovod reduces zeros
+            return tensor, None
         tensor = tensor.detach()
-        spec = spec_of(optimizer._parameter_names[parameter], tensor)
+        spec = spec_of(name, tensor)
+        if spec in self._gradients:
+            self._abandon_step()
         self._gradients[spec] = FlatGradient(tensor, usable=self._check(spec, tensor))
         algorithm = self._exchange.algorithm
         if algorithm and self._collectives and len(self._gradients) == len(algorithm.layout.tensors):
@@ -195,10 +207,12 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._exchange.note(problem)
         return False
 
-    def _check_hooks(self) -> None:
-        """Note a parameter whose gradient Horovod does not hand over."""
+    def _check_parameters(self) -> None:
+        """Find the parameters whose gradient Horovod does not hand over, rightly or wrongly."""
         optimizer = self._bound_optimizer()
         for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.grad is not None and p.grad.is_sparse and not optimizer.sparse_as_dense:
+                self._ever_sparse.add(optimizer._parameter_names.get(p, ""))
             if p.requires_grad and p not in optimizer._requires_update:
                 name = optimizer._parameter_names.get(p, "of the optimizer")
                 self._exchange.note(
@@ -209,9 +223,15 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def _start_exchange(self, collectives: Collectives) -> None:
         """Start what does not depend on other ranks; wait for nothing."""
         collectives.count(TOKEN.nbytes * len(self._gradients))
-        self._check_hooks()
+        self._check_parameters()
         dtype = accumulator_dtype(self._gradients)
         arrays = {spec: gradient.flatten(dtype) for spec, gradient in self._gradients.items()}
+        for spec in self._exchange.algorithm.layout.tensors if self._exchange.algorithm else ():
+            if spec.name in self._ever_sparse and spec not in arrays:  # was zero and dense in the first step
+                device = next(iter(self._gradients.values())).tensor.device
+                gradient = self._gradients[spec] = FlatGradient(torch.zeros(spec.shape, device=device), usable=True)
+                arrays[spec] = gradient.flatten(dtype)
+        self._layout = FlatLayout(arrays)
         self._step = self._exchange.step(arrays, collectives.rank, collectives.world_size)
         self._first_round = collectives.begin(self._step, "first_round")
 
@@ -236,12 +256,12 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     def _write(self, update: Any, world_size: int) -> None:
         """Turn the gradients into those to apply."""
-        gradients = [self._gradients[spec] for spec in self._exchange.algorithm.layout.tensors]
+        gradients = [self._gradients[spec] for spec in self._layout.tensors]
         if update is None:  # as Horovod would have it: a gradient that is not finite on one rank is so on all
             for gradient in gradients:
                 gradient.tensor.fill_(float("nan"))
             return
-        update.write(self._exchange.algorithm.layout, [gradient.array for gradient in gradients])
+        update.write(self._layout, [gradient.array for gradient in gradients])
         summing = self._bound_optimizer().op == hvd.Sum
         for gradient in gradients:
             gradient.store(scale=world_size if summing else 1)

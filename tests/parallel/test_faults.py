@@ -439,6 +439,80 @@ def test_reset_on_all_ranks_starts_afresh() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor])
+@pytest.mark.parametrize("loads", [True, False])
+def test_step_that_is_given_up_after_the_backward_pass(compression: type, loads: bool) -> None:
+    """Horovod forgets a step under way when the optimizer's state is loaded; so must the compressor."""
+    model, reference = mlp(), mlp()
+    optimizer, optimizer_of_reference = distributed(model, compression), distributed(reference, compression)
+    train(model, optimizer, range(3))
+    train(reference, optimizer_of_reference, range(6))
+
+    saved, state = optimizer.state_dict(), get_compressor(optimizer).state_dict()
+    backward_with(model, known_gradients(model, hvd.rank(), 99))
+    hvd.barrier()
+    optimizer.load_state_dict(saved)
+    if loads:
+        get_compressor(optimizer).load_state_dict(state)
+    train(model, optimizer, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_reset_between_backward_and_step(compression: type, everywhere: bool) -> None:
+    """The step under way is still taken, from the state before; the next one starts afresh."""
+    model = named(f"midway_{compression.__name__}_{everywhere}", mlp())
+    optimizer = distributed(model, compression)
+    train(model, optimizer, range(2))
+    backward_with(model, known_gradients(model, hvd.rank(), 2))
+    if everywhere or hvd.rank() == 0:
+        get_compressor(optimizer).reset()
+    optimizer.step()
+    if everywhere:
+        train(model, optimizer, range(3, 5))
+        assert get_compressor(optimizer).stats.step == 2
+    else:
+        optimizer.zero_grad()
+        backward_with(model, known_gradients(model, hvd.rank(), 3))
+        with pytest.raises(RuntimeError, match="the step is 0 on rank 0, but 3 on rank 1"):
+            optimizer.step()
+
+
+def test_reset_on_one_rank_while_the_averaging_is_due() -> None:
+    model = named("reset_while_due", mlp())
+    optimizer = distributed(model, A2SGDCompressor(sync_every=2))
+    for step in range(2):
+        optimizer.zero_grad()
+        backward_with(model, known_gradients(model, hvd.rank(), step))
+        optimizer.synchronize()
+        if (step, hvd.rank()) == (1, 0):
+            get_compressor(optimizer).reset()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor])
+@pytest.mark.parametrize("used_in", [(False, True, True, False, True), (True, False, True)])
+def test_sparse_embedding_that_is_not_used_in_some_steps(compression: type, used_in: tuple[bool, ...]) -> None:
+    """Its gradient is then one of zeros, and dense."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"words": nn.Embedding(30, 20, sparse=True), "head": nn.Linear(20, 10)})
+    optimizer = distributed(model, compression)
+    for step, used in enumerate(used_in):
+        model.zero_grad(set_to_none=True)
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+        if used:
+            x = x + model["words"](torch.arange(8) + 2 * hvd.rank())
+        model["head"](x).square().mean().backward()
+        optimizer.step()
+    assert get_compressor(optimizer).stats.step == len(used_in)
+    if compression is A2SGDCompressor:
+        get_compressor(optimizer).synchronize_parameters()
+    assert same_on_all_ranks(model.parameters())
+
+
 # The drop-in namespace
 
 
