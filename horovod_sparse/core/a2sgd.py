@@ -18,7 +18,7 @@ def check_settings(granularity: str, sync_every: int | None) -> None:
     """Raise SettingError unless A2SGD can work with these settings."""
     if granularity not in ("model", "tensor"):
         raise SettingError("granularity", granularity, '"model" or "tensor"')
-    whole = isinstance(sync_every, int) and not isinstance(sync_every, bool)
+    whole = isinstance(sync_every, int | np.integer) and not isinstance(sync_every, bool)
     if sync_every is not None and not (whole and sync_every >= 1):
         raise SettingError("sync_every", sync_every, "a number of steps >= 1, or None to never average the parameters")
 

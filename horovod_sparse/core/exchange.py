@@ -255,7 +255,7 @@ class A2SGDExchange(Exchange):
 
     def __init__(self, granularity: str, sync_every: int | None) -> None:
         a2sgd.check_settings(granularity, sync_every)
-        super().__init__(granularity=granularity, sync_every=sync_every)
+        super().__init__(granularity=granularity, sync_every=None if sync_every is None else int(sync_every))
 
         self.averaging_due = False  # not for `reset` to change: other ranks may wait for it
 

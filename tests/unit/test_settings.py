@@ -16,7 +16,9 @@ def refusal(make, name, value):
     return text
 
 
-@pytest.mark.parametrize("density", [0, 0.0, -1, -0.01, 1.5, float("nan"), float("inf"), "x", "0.5", True, None, [0.1]])
+@pytest.mark.parametrize(
+    "density", [0, 0.0, -1, -0.01, 1.5, float("nan"), float("inf"), "x", "0.5", True, None, [0.1], 1j, np.complex64(1)]
+)
 def test_density_outside_0_to_1_is_refused(density):
     assert "(0, 1]" in refusal(lambda: MiCRO(LAYOUT, density=density), "density", density)
     refusal(lambda: micro.check_settings(density, "adaptive", None), "density", density)
@@ -29,7 +31,7 @@ def test_unknown_threshold_is_refused(threshold):
     assert "paper" in text
 
 
-@pytest.mark.parametrize("value_dtype", ["int8", "float32", "bfloat16", "", 16, np.float16])
+@pytest.mark.parametrize("value_dtype", ["int8", "float32", "bfloat16", "", 16, np.float16, np.dtype("float16")])
 def test_unknown_value_dtype_is_refused(value_dtype):
     text = refusal(lambda: MiCRO(LAYOUT, value_dtype=value_dtype), "value_dtype", value_dtype)
     assert '"float16"' in text
@@ -58,7 +60,7 @@ def test_good_settings_of_micro_are_taken(density, threshold, value_dtype):
 
 
 @pytest.mark.parametrize("granularity", ["model", "tensor"])
-@pytest.mark.parametrize("sync_every", [1, 100, None])
+@pytest.mark.parametrize("sync_every", [1, 100, np.int64(5), None])
 def test_good_settings_of_a2sgd_are_taken(granularity, sync_every):
     a2sgd.check_settings(granularity, sync_every)
     assert A2SGD(LAYOUT, granularity).granularity == granularity
