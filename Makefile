@@ -2,29 +2,30 @@
 # Both set up .venv first if need be (see tools/set_up.py), and need only Python >= 3.10, a C++17 compiler and make.
 
 PYTHON ?= python3
-PATH := $(CURDIR)/.venv/bin:$(PATH)
-export PATH
+# Named in full, for make itself does not look for a recipe's commands in the PATH that it exports to them.
+bin := $(CURDIR)/.venv/bin
+export PATH := $(bin):$(PATH)
 
 # Open MPI refuses to run as root, and to start more ranks than there are cores, unless told that it may.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 # A hang is a failure: a test that hangs ends its rank, and with it the job; failing that, the whole job is killed.
-parallel = timeout --kill-after=10 600 mpirun --oversubscribe -np $(1) python -m pytest tests/parallel --exitfirst
+parallel = timeout --kill-after=10 900 $(bin)/mpirun --oversubscribe -np $(1) $(bin)/python -m pytest tests/parallel --exitfirst
 
 .PHONY: demo test check unit parallel set-up clean
 
 demo: set-up
-	horovodrun -np 2 python benchmarks/digits.py
+	$(bin)/horovodrun -np 2 $(bin)/python benchmarks/digits.py
 
 test: check unit parallel
 
 check: set-up
-	ruff check .
-	ruff format --check .
-	mypy
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
 
 unit: set-up
-	python -m pytest tests/unit
+	$(bin)/python -m pytest tests/unit
 
 parallel: set-up
 	$(call parallel,2)
@@ -35,4 +36,4 @@ set-up:
 	@$(PYTHON) tools/set_up.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache results
+	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache results
