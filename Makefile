@@ -1,5 +1,5 @@
 # make demo: train on real data with each compression, and compare.    make test: all checks and tests.
-# Both set up .venv first if need be (see tools/set_up.py), and need only Python >= 3.10, a C++17 compiler and make.
+# Both set up .venv first if need be (see tools/set_up.py), and need Python 3.10 to 3.13 with its headers, a C++17 compiler, make.
 
 PYTHON ?= python3
 # Named in full, for make itself does not look for a recipe's commands in the PATH that it exports to them.
@@ -10,12 +10,13 @@ export PATH := $(bin):$(PATH)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 # A hang is a failure: a test that hangs ends its rank, and with it the job; failing that, the whole job is killed.
-parallel = timeout --kill-after=10 900 $(bin)/mpirun --oversubscribe -np $(1) $(bin)/python -m pytest tests/parallel --exitfirst
+parallel = timeout --kill-after=10 900 $(bin)/mpirun --oversubscribe -np $(1) $(bin)/python -m pytest tests/parallel --exitfirst --color=no
 
 .PHONY: demo test check unit parallel set-up clean
 
 demo: set-up
-	$(bin)/horovodrun -np 2 $(bin)/python benchmarks/digits.py
+	TTY_COMPATIBLE=$$(test -t 1 && echo 1 || echo 0) TF_CPP_MIN_LOG_LEVEL=3 \
+		$(bin)/horovodrun -np 2 $(bin)/python benchmarks/digits.py
 
 test: check unit parallel
 

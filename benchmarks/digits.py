@@ -228,7 +228,10 @@ def check_output(path: Path | None) -> Path | None:
     if path:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            there = path.exists()
             path.open("a").close()
+            if not there:
+                path.unlink()
         except OSError as error:
             raise typer.BadParameter(str(error)) from None
     return path

@@ -1,9 +1,10 @@
 """Create `.venv` with pinned dependencies and Horovod: all that `make demo` and `make test` need.
 
-Run by the Makefile with any Python >= 3.10; only the standard library is used. What has to be compiled, Horovod's
+Run by the Makefile with Python 3.10 to 3.13; only the standard library is used. What has to be compiled, Horovod's
 wheel, is kept in `$XDG_CACHE_HOME/horovod_sparse` (default `~/.cache/horovod_sparse`), one folder for each
-combination of versions that its binary depends on. A second run finds everything in place and returns at once. Should
-any step fail, `.venv` is removed, and the next run starts afresh.
+combination of versions that its binary depends on. A second run finds everything in place and returns at once. What
+the machine lacks is found out before anything is touched; should a later step fail, `.venv` is removed, and the next
+run starts afresh.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ def main() -> int:
         return 0
     try:
         check_machine()
+    except SetUpError as error:
+        print(f"set-up not begun: {error}", file=sys.stderr)
+        return 1
+    try:
         shutil.rmtree(VENV, ignore_errors=True)
         create_environment()
         install_horovod()
@@ -90,10 +95,10 @@ def fingerprint() -> str:
 
 def check_machine() -> None:
     """Raise SetUpError, before anything is created, for whatever the machine lacks."""
-    if sys.version_info < (3, 10):  # noqa: UP036
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         raise SetUpError(
-            f"Python >= 3.10 is needed, this is {platform.python_version()}. Name another one: "
-            "make PYTHON=python3.11 test"
+            f"Python 3.10 to 3.13 is needed, for which TensorFlow has wheels; this is {platform.python_version()}. "
+            "Name another one: make PYTHON=python3.11 test"
         )
     try:
         import ensurepip  # noqa: F401

@@ -16,7 +16,7 @@ from horovod_sparse.core.step import SettingError, Step
 
 def check_settings(granularity: str, sync_every: int | None) -> None:
     """Raise SettingError unless A2SGD can work with these settings."""
-    if granularity not in ("model", "tensor"):
+    if not isinstance(granularity, str) or granularity not in ("model", "tensor"):
         raise SettingError("granularity", granularity, '"model" or "tensor"')
     whole = isinstance(sync_every, int | np.integer) and not isinstance(sync_every, bool)
     if sync_every is not None and not (whole and sync_every >= 1):

@@ -1,9 +1,9 @@
 """A method at work on one model: its state, and what the ranks have to agree on before they rely on it.
 
-A step begins with a round in which each rank sends the method's first numbers, and a flag: "I have something to say".
-It is raised in a first step, after a state was loaded or reset, for a flush, and for an error. If any rank raises it,
-all ranks compare notes, then go on together or raise the same error: so an error on one rank is an error on all of
-them, in the same step, and none is left waiting.
+A step begins with a round in which each rank sends the method's first numbers, and before them a 1, for its presence,
+and a flag: "I have something to say". It is raised in a first step, after a state was loaded or reset, for a flush, and
+for an error. If any rank raises it, all ranks compare notes, then go on together or raise the same error: so an error
+on one rank is an error on all of them, in the same step, and none is left waiting.
 """
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ from horovod_sparse.core.layout import FlatLayout, TensorSpec, first_difference
 from horovod_sparse.core.micro import MiCRO, SparseUpdate
 from horovod_sparse.core.stats import StepStats
 from horovod_sparse.core.step import Step, Update
+
+
+def check_present(present: float, world_size: int) -> None:
+    """Raise RuntimeError, on all ranks left, if some have called `hvd.join()`: Horovod sends zeros in their place."""
+    if present < world_size - 0.5:
+        raise RuntimeError(
+            f"{world_size - round(present)} of {world_size} ranks have called hvd.join(), which MiCRO and A2SGD do not "
+            "support: give all ranks the same number of steps, or use compression=hvd.Compression.fp16"
+        )
 
 
 class Exchange:
@@ -106,13 +115,16 @@ class Exchange:
         algorithm = self.algorithm  # this step's, even if the state is reset before the step has ended
         if self.something_to_say:
             size, dtype = algorithm.first_round
-            first = kernels.numbers([1] + [0] * size, arrays[0], dtype)
+            first = kernels.numbers([1, 1] + [0] * size, arrays[0], dtype)
         else:
             method_step = algorithm.step(arrays, rank, world_size)
             request = next(method_step).array
-            first = kernels.join([kernels.numbers([0], request, str(request.dtype).removeprefix("torch.")), request])
+            head = kernels.numbers([1, 0], request, str(request.dtype).removeprefix("torch."))
+            first = kernels.join([head, request])
         answer = yield Allreduce(first)
-        if float(answer[0]) > 0:
+        present, flags = answer[:2].tolist()
+        check_present(present, world_size)
+        if flags:
             all_notes = yield from agree(self._notes(specs, algorithm))
             if self.algorithm is algorithm:
                 self.something_to_say = False
@@ -121,7 +133,7 @@ class Exchange:
             method_step = algorithm.step(arrays, rank, world_size)
             answer = yield next(method_step)
         else:
-            answer = answer[1:]
+            answer = answer[2:]
         update: Update | None = yield from _continued(method_step, answer)
         self.stats = self._make_stats(algorithm, update)
         return update

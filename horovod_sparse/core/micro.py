@@ -26,9 +26,9 @@ def check_settings(density: float, threshold: str, value_dtype: str | None) -> N
         or not 0 < density <= 1
     ):
         raise SettingError("density", density, "a number in (0, 1], the share of the gradient to send in a step")
-    if threshold not in ("adaptive", "paper"):
+    if not isinstance(threshold, str) or threshold not in ("adaptive", "paper"):
         raise SettingError("threshold", threshold, '"adaptive" or "paper"')
-    if value_dtype is not None and not (isinstance(value_dtype, str) and value_dtype == "float16"):
+    if value_dtype is not None and (not isinstance(value_dtype, str) or value_dtype != "float16"):
         raise SettingError("value_dtype", value_dtype, 'None (as accumulated) or "float16"')
 
 

@@ -21,7 +21,7 @@ class StepStats(NamedTuple):
     selected: int | None
     """Elements updated in this step, over all ranks."""
     threshold: float | None
-    """Magnitude from which elements were selected; 0.0 if everything was sent."""
+    """Magnitude from which elements were selected; 0.0 if everything was sent; None if there was none yet."""
     bytes_sent: int
     """Payload in bytes that this rank handed to Horovod in this step."""
     skipped: bool

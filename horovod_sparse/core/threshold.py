@@ -6,7 +6,7 @@ Both move one threshold, shared by all ranks, so that the number of selected ele
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log, sqrt
+from math import inf, log, sqrt
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,7 +41,17 @@ class ThresholdEstimator(Protocol):
     def state(self) -> dict[str, float]:
         """Plain numbers, from which `load` continues."""
 
-    def load(self, state: dict[str, float]) -> None: ...
+    def load(self, state: dict[str, float]) -> None:
+        """Continue from `state`; raise ValueError if it has anything but numbers that are finite and >= 0."""
+
+
+def _number(state: dict[str, float], name: str) -> float | None:
+    number = dict(state).get(name)
+    if number is None:
+        return None
+    if not 0 <= float(number) < inf:
+        raise ValueError(f"its {name} is {number}")
+    return float(number)
 
 
 class PaperThreshold:
@@ -73,7 +83,7 @@ class PaperThreshold:
         return {} if self.threshold is None or self._e is None else {"threshold": self.threshold, "e": self._e}
 
     def load(self, state: dict[str, float]) -> None:
-        self.threshold, self._e = state.get("threshold"), state.get("e")
+        self.threshold, self._e = _number(state, "threshold"), _number(state, "e")
 
 
 class Bracket(NamedTuple):
@@ -159,7 +169,7 @@ class AdaptiveThreshold:
         return {"slope": self._slope} | ({} if self.threshold is None else {"threshold": self.threshold})
 
     def load(self, state: dict[str, float]) -> None:
-        self.threshold, self._slope = state.get("threshold"), state.get("slope", 1.0)
+        self.threshold, self._slope = _number(state, "threshold"), _number(state, "slope") or 1.0
 
     def _between(self, low: float, high: float, number: int) -> Magnitudes:
         """Magnitudes from `low` to `high`, about evenly spaced in their logarithms: evenly in their bit patterns."""

@@ -17,7 +17,7 @@ def run(steps: Sequence[Step[Result]]) -> tuple[list[Result], list[list[Collecti
     """Drive one step of each virtual rank to its end, all in lockstep.
 
     Args:
-        steps: one started step per rank, in rank order.
+        steps: one step a rank, not begun yet, in rank order.
 
     Returns:
         What each rank's step returned, and the rounds: for each, the ranks' requests.

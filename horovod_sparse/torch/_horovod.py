@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-REBUILD = "HOROVOD_WITH_PYTORCH=1 pip install --no-cache-dir --no-build-isolation horovod"
+REBUILD = (
+    "HOROVOD_WITH_PYTORCH=1 pip install --no-cache-dir --no-build-isolation horovod "
+    "(for PyTorch >= 2.1 see 'Install it' in the README of horovod_sparse)"
+)
 
 
 def import_horovod() -> Any:

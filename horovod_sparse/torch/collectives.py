@@ -8,20 +8,76 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.core.collectives import Allgather, Array, Collective
+from horovod_sparse.core.collectives import Allgather, Allreduce, Array, Collective
+from horovod_sparse.core.exchange import check_present
 from horovod_sparse.core.step import Step
 from horovod_sparse.torch._horovod import hvd
 
 NAP_S = 50e-6
 
 
-def _wait(handle: int) -> torch.Tensor:
-    """The result of an operation. Horovod's own wait spins, which takes the core away from the threads that it waits
-    for where there are no more cores than ranks; ours naps."""
-    while not hvd.poll(handle):
-        time.sleep(NAP_S)
-    result: torch.Tensor = hvd.synchronize(handle)
-    return result
+class Running:
+    """A step under way: what it waits for, and in the end its result."""
+
+    def __init__(self, collectives: Collectives, step: Step[Any], name: str) -> None:
+        self._collectives = collectives
+        self._step = step
+        self._handle = collectives.start(next(step), name)
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._ended = False
+        _running.append(self)
+
+    def result(self) -> Any:
+        """Wait for the step's end; return its result, or raise its error.
+
+        All other steps under way are run too: ranks may wait for several steps, each rank for another one first.
+        """
+        while not self._ended:
+            for running in tuple(_running):
+                running._go_on()
+            if not self._ended:
+                # Horovod's own wait spins, which takes the core from the threads that it waits for where there are no
+                # more cores than ranks.
+                time.sleep(NAP_S)
+        if self._error:
+            raise self._error
+        return self._result
+
+    def give_up(self, seconds: float) -> None:
+        """Wait for the collective under way, whose result nobody wants any more.
+
+        Raises:
+            RuntimeError: it did not end in time.
+        """
+        _running.remove(self)
+        deadline = time.monotonic() + seconds
+        while not hvd.poll(self._handle):
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    "a backward pass whose gradients were never applied is still under way on other ranks: all ranks "
+                    "must give up the same steps"
+                )
+            time.sleep(NAP_S)
+        hvd.synchronize(self._handle)
+
+    def _go_on(self) -> None:
+        """Run the step as far as it goes without waiting."""
+        while not self._ended and hvd.poll(self._handle):
+            try:
+                request = self._step.send(self._collectives.answer(self._handle))
+                self._handle = self._collectives.start(request, type(request).__name__.lower())
+            except StopIteration as stop:
+                self._end(stop.value, None)
+            except Exception as error:
+                self._end(None, error)
+
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        self._result, self._error, self._ended = result, error, True
+        _running.remove(self)
+
+
+_running: list[Running] = []
 
 
 class Collectives:
@@ -54,7 +110,8 @@ class Collectives:
         nbytes, self._bytes_sent = self._bytes_sent, 0
         return nbytes
 
-    def _start(self, request: Collective, name: str) -> int:
+    def start(self, request: Collective, name: str) -> int:
+        """Start a collective; return Horovod's handle."""
         tensor = torch.from_numpy(request.array) if isinstance(request.array, np.ndarray) else request.array
         self.count(tensor.nbytes)
         name = f"{self.name}.{name}"
@@ -62,27 +119,19 @@ class Collectives:
             return int(hvd.allgather_async(tensor, name=name, process_set=self.process_set))
         return int(hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
 
-    def begin(self, step: Step[Any], name: str) -> int:
-        """Start the first collective of a step, and wait for nothing; return Horovod's handle."""
-        return self._start(next(step), name)
-
-    def finish(self, step: Step[Any], handle: int) -> Any:
-        """Run a step that was begun to its end; return its result."""
-        while True:
-            result = _wait(handle)
-            answer: Array = result.numpy() if result.device.type == "cpu" else result
-            try:
-                request = step.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            handle = self._start(request, type(request).__name__.lower())
-
-    def discard(self, handle: int) -> None:
-        """Wait for a collective whose result nobody wants any more."""
-        _wait(handle)
+    def answer(self, handle: int) -> Array:
+        """The result of a collective, as a numpy array if it lies in host memory."""
+        result: torch.Tensor = hvd.synchronize(handle)
+        return result.numpy() if result.device.type == "cpu" else result
 
     def average_(self, tensors: list[torch.Tensor]) -> None:
-        """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them."""
+        """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them.
+
+        Raises:
+            RuntimeError: some ranks have called `hvd.join()`.
+        """
+        present = self.answer(self.start(Allreduce(np.ones(1, np.float32)), "present"))
+        check_present(float(present[0]), self.world_size)
         # Horovod's PyTorch operations take contiguous tensors and know no bfloat16; 16 bits are few for a sum anyway.
         wide = [(t.float() if t.element_size() < 4 else t).contiguous() for t in tensors]
         handles = [
@@ -90,7 +139,7 @@ class Collectives:
             for i, t in enumerate(wide)
         ]
         for tensor, mean, handle in zip(tensors, wide, handles, strict=True):
-            _wait(handle)
+            hvd.synchronize(handle)
             self.count(mean.nbytes)
             if mean is not tensor:
                 tensor.copy_(mean)

@@ -25,15 +25,17 @@ import torch
 from horovod_sparse.core import FlatLayout, StepStats, TensorSpec
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange, MiCROExchange
 from horovod_sparse.core.layout import accumulator_dtype
-from horovod_sparse.core.step import Step
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.caller import Caller, find_caller
-from horovod_sparse.torch.collectives import Collectives
+from horovod_sparse.torch.collectives import Collectives, Running
 from horovod_sparse.torch.gradient import FLOATING, FlatGradient, spec_of
 
 # What Horovod reduces in a gradient's place. Its value means nothing; that it was reduced means that all ranks have
 # their gradient of this parameter.
 TOKEN = torch.zeros(1)
+
+# How long to wait for other ranks to finish a backward pass whose step is given up.
+GIVE_UP_S = 30.0
 
 
 class Gradient(NamedTuple):
@@ -61,13 +63,14 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._optimizer: weakref.ref[Any] | None = None
         self._collectives: Collectives | None = None  # once the ranks are known to train the same parameters
         self._ever_sparse: set[str] = set()
+        self._given_up = 0
         self._begin_step()
 
     # The public surface
 
     @property
     def stats(self) -> StepStats | None:
-        """Figures of the last step; None before the first."""
+        """Figures of the last step; None before the first, and on a single rank, where there is nothing to exchange."""
         return self._exchange.stats
 
     @on_class_or_instance
@@ -155,8 +158,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         specs = [spec_of(name, p) for name, p in sorted(trained.items())]
         # Until they are known to agree, the ranks' names for their collectives must not depend on the model.
         collectives = Collectives("horovod_sparse", optimizer.process_set)
-        meeting = self._exchange.meet(specs)
-        collectives.finish(meeting, collectives.begin(meeting, "meeting"))
+        Running(collectives, self._exchange.meet(specs), "meeting").result()
         collectives.name = f"horovod_sparse.{self._exchange.method}.{specs[0].name if specs else ''}"
         self._collectives = collectives
 
@@ -165,14 +167,14 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def _begin_step(self) -> None:
         self._finished = False
         self._gradients: dict[TensorSpec, FlatGradient] = {}
-        self._step: Step[Any] | None = None
-        self._first_round: int | None = None  # Horovod's handle
+        self._running: Running | None = None
 
     def _abandon_step(self) -> None:
         """The step will never be applied: say, the optimizer's state was loaded after the backward pass."""
-        if self._collectives and self._first_round is not None:
-            self._collectives.discard(self._first_round)
+        if self._running:
+            self._running.give_up(GIVE_UP_S)
         self._begin_step()
+        self._given_up += 1  # part of the next step's name, which a rank where this step never began must not meet
 
     def _compress(self, tensor: torch.Tensor, caller: Caller) -> tuple[torch.Tensor, Gradient | None]:
         optimizer, parameter, synchronizing = caller
@@ -232,19 +234,18 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 gradient = self._gradients[spec] = FlatGradient(torch.zeros(spec.shape, device=device), usable=True)
                 arrays[spec] = gradient.flatten(dtype)
         self._layout = FlatLayout(arrays)
-        self._step = self._exchange.step(arrays, collectives.rank, collectives.world_size)
-        self._first_round = collectives.begin(self._step, "first_round")
+        step = self._exchange.step(arrays, collectives.rank, collectives.world_size)
+        self._running = Running(collectives, step, f"first_round{self._given_up or ''}")
 
     def _finish_step(self) -> None:
         """Run the exchange to its end, and write the update into the gradients."""
         collectives = self._collectives
         assert collectives
         try:
-            if self._step is None:
+            if self._running is None:
                 self._start_exchange(collectives)
-            assert self._step
-            assert self._first_round is not None
-            update = collectives.finish(self._step, self._first_round)
+            assert self._running
+            update = self._running.result()
         except BaseException:  # this step cannot be finished; should there be another one, it begins with a talk
             self._exchange.something_to_say = True
             self._begin_step()

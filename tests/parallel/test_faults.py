@@ -39,6 +39,26 @@ def assert_raised_on_all_ranks(error: pytest.ExceptionInfo[BaseException]) -> No
     assert (every == message).all()
 
 
+# A joined rank: first, for Horovod must not be left with tensors of other tests that some ranks alone have sent
+
+
+@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor(sync_every=1)])
+def test_rank_that_has_joined(compression: object) -> None:
+    """Horovod sends zeros in its place: they must not count as its gradient, nor as its parameters."""
+    model = named(f"joined_{isinstance(compression, type)}", mlp())
+    optimizer = distributed(model, compression)
+    train(model, optimizer, range(2))
+    parameters = snapshot(model)
+    if hvd.rank() == 0:
+        with pytest.raises(RuntimeError, match=r"1 of 2 ranks have called hvd.join\(\)"):
+            train(model, optimizer, range(2, 3))
+        if isinstance(compression, A2SGDCompressor):
+            with pytest.raises(RuntimeError, match=r"1 of 2 ranks have called hvd.join\(\)"):
+                compression.synchronize_parameters()
+        assert all(torch.equal(p, parameters[n]) for n, p in model.named_parameters())
+    hvd.join()
+
+
 # Non-finite gradients
 
 
@@ -383,9 +403,11 @@ def test_state_of_another_model() -> None:
     assert_raised_on_all_ranks(error)
 
 
-@pytest.mark.parametrize("broken", [{"step": None}, {"residual": 3}, {"threshold": [1]}])
+@pytest.mark.parametrize(
+    "broken", [{"step": None}, {"residual": 3}, {"threshold": [1]}, {"threshold": {"threshold": "x"}}]
+)
 def test_state_that_is_broken_on_one_rank(broken: dict[str, object]) -> None:
-    model = named(f"broken_{next(iter(broken))}", mlp())
+    model = named(f"broken_{broken}", mlp())
     optimizer = distributed(model, MiCROCompressor)
     train(model, optimizer, range(1))
     state = get_compressor(optimizer).state_dict()

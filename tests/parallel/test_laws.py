@@ -154,8 +154,8 @@ def test_a2sgd_payload_does_not_grow_with_the_model() -> None:
             optimizer.step()
         return get_compressor(optimizer).stats.bytes_sent
 
-    # Two means of four bytes, and Horovod's own part: a token for each of the 4 tensors, and a flag.
-    assert bytes_of_the_second_step(8) == bytes_of_the_second_step(800) == 2 * 4 + 4 * 4 + 4
+    # Two means of four bytes; beside them a token for each of the 4 tensors, a 1 for the rank's presence, and a flag.
+    assert bytes_of_the_second_step(8) == bytes_of_the_second_step(800) == 2 * 4 + 4 * 4 + 2 * 4
 
 
 def test_a2sgd_with_equal_gradients_changes_nothing() -> None:

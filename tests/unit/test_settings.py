@@ -24,7 +24,7 @@ def test_density_outside_0_to_1_is_refused(density):
     refusal(lambda: micro.check_settings(density, "adaptive", None), "density", density)
 
 
-@pytest.mark.parametrize("threshold", ["foo", "Adaptive", "", None, 0.1])
+@pytest.mark.parametrize("threshold", ["foo", "Adaptive", "", None, 0.1, np.array(["adaptive", "paper"])])
 def test_unknown_threshold_is_refused(threshold):
     text = refusal(lambda: MiCRO(LAYOUT, threshold=threshold), "threshold", threshold)
     assert "adaptive" in text
