@@ -9,6 +9,8 @@ export PATH := $(bin):$(PATH)
 # Open MPI refuses to run as root, and to start more ranks than there are cores, unless told that it may.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+# Where ranks fill the cores, one that waits must leave its core to those that do not.
+export OMPI_MCA_mpi_yield_when_idle = 1
 # A hang is a failure: a test that hangs ends its rank, and with it the job; failing that, the whole job is killed.
 parallel = timeout --kill-after=10 900 $(bin)/mpirun --oversubscribe -np $(1) $(bin)/python -m pytest tests/parallel --exitfirst --color=no
 
