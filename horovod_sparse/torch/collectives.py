@@ -50,6 +50,8 @@ class Running:
         Raises:
             RuntimeError: it did not end in time.
         """
+        if self._ended:
+            return
         _running.remove(self)
         deadline = time.monotonic() + seconds
         while not hvd.poll(self._handle):
@@ -63,14 +65,17 @@ class Running:
 
     def _go_on(self) -> None:
         """Run the step as far as it goes without waiting."""
-        while not self._ended and hvd.poll(self._handle):
-            try:
+        try:
+            while hvd.poll(self._handle):
                 request = self._step.send(self._collectives.answer(self._handle))
                 self._handle = self._collectives.start(request, type(request).__name__.lower())
-            except StopIteration as stop:
-                self._end(stop.value, None)
-            except Exception as error:
-                self._end(None, error)
+        except StopIteration as stop:
+            self._end(stop.value, None)
+        except Exception as error:  # for the one to see who waits for this step
+            self._end(None, error)
+        except BaseException as interruption:
+            self._end(None, interruption)
+            raise
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         self._result, self._error, self._ended = result, error, True
