@@ -3,8 +3,8 @@
 Horovod 0.28.1 calls `compress` from two methods of its optimizer: `_allreduce_grad_async(self, p)` and, with groups,
 `_grouped_allreduce_grad_async(self, ps)`. Their local variables tell the optimizer and the parameter. They are called
 by the hook of a parameter during the backward pass or, for what the backward pass left out, by `synchronize`. This is
-the only place that relies on these names, besides `_parameter_names`, `_requires_update` and `_compression`, attributes
-of the optimizer.
+the only place that relies on these names; the compressor also reads the optimizer's `_parameter_names`,
+`_requires_update`, `_handles` and `_compression`.
 """
 
 from __future__ import annotations

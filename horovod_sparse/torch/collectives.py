@@ -57,7 +57,7 @@ class Running:
         while not hvd.poll(self._handle):
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    "a backward pass whose gradients were never applied is still under way on other ranks: all ranks "
+                    "this rank gave up a step after its backward pass, which other ranks have not finished: all ranks "
                     "must give up the same steps"
                 )
             time.sleep(NAP_S)

@@ -183,13 +183,13 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         if synchronizing:
             self._meet(optimizer)
         self._finished = False
+        if self._gradients and not optimizer._handles:  # Horovod has forgotten the gradients that it was given
+            self._abandon_step()
         name = optimizer._parameter_names[parameter]
         if name in self._ever_sparse:  # no gradient on any rank this time: Horovod reduces zeros
             return tensor, None
         tensor = tensor.detach()
         spec = spec_of(name, tensor)
-        if spec in self._gradients:
-            self._abandon_step()
         self._gradients[spec] = FlatGradient(tensor, usable=self._check(spec, tensor))
         algorithm = self._exchange.algorithm
         if algorithm and self._collectives and len(self._gradients) == len(algorithm.layout.tensors):

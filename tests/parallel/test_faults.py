@@ -480,6 +480,37 @@ def test_step_that_is_given_up_after_the_backward_pass(compression: type, loads:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
+def some_of(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(list(gradients.items())[:2])
+
+
+@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor])
+def test_part_of_a_step_that_is_given_up(compression: type) -> None:
+    model, reference = mlp(), mlp()
+    optimizer, optimizer_of_reference = distributed(model, compression), distributed(reference, compression)
+    train(model, optimizer, range(3))
+    train(reference, optimizer_of_reference, range(6))
+    backward_with(model, some_of(known_gradients(model, hvd.rank(), 99)))
+    hvd.barrier()
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_step_that_is_given_up_and_that_one_rank_alone_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod_sparse.torch.compressor.GIVE_UP_S", 0.5)
+    model = named("given_up_unevenly", mlp())
+    optimizer = distributed(model, MiCROCompressor)
+    train(model, optimizer, range(3))
+    gradients = known_gradients(model, hvd.rank(), 99)
+    backward_with(model, gradients if hvd.rank() == 0 else some_of(gradients))
+    hvd.barrier()
+    optimizer.load_state_dict(optimizer.state_dict())
+    if hvd.rank() == 0:
+        with pytest.raises(RuntimeError, match="all ranks must give up the same steps"):
+            backward_with(model, gradients)
+
+
 @pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_reset_between_backward_and_step(compression: type, everywhere: bool) -> None:
