@@ -39,4 +39,4 @@ set-up:
 	@$(PYTHON) tools/set_up.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache results
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache results

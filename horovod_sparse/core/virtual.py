@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from horovod_sparse.core.collectives import Allgather, Allreduce, Array, Collective
+from horovod_sparse.core.kernels import kernels_for
 from horovod_sparse.core.step import Step
 
 Result = TypeVar("Result")
@@ -47,13 +46,8 @@ def _answer(requests: Sequence[Collective]) -> Array:
     arrays = [request.array for request in requests]
     if len({type(request) for request in requests}) > 1 or len({array.dtype for array in arrays}) > 1:
         raise RuntimeError(f"the ranks ask for different collectives: {requests}")
-    joined = arrays[0].new_empty if hasattr(arrays[0], "new_empty") else None
     if isinstance(requests[0], Allgather):
-        if joined:
-            import torch
-
-            return torch.cat(arrays)
-        return np.concatenate(arrays)
+        return kernels_for(arrays[0]).join(arrays)
     assert isinstance(requests[0], Allreduce)
     if len({array.shape for array in arrays}) > 1:
         raise RuntimeError(f"the ranks reduce arrays of different shapes: {[array.shape for array in arrays]}")

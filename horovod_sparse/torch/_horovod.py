@@ -6,7 +6,7 @@ from typing import Any
 
 REBUILD = (
     "HOROVOD_WITH_PYTORCH=1 pip install --no-cache-dir --no-build-isolation horovod "
-    "(for PyTorch >= 2.1 see 'Install it' in the README of horovod_sparse)"
+    "(for today's PyTorch see 'Install it' in the README of horovod_sparse)"
 )
 
 
