@@ -13,17 +13,16 @@ How a step runs inside stock Horovod, which knows only `compress` and `decompres
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 
+from horovod_sparse._compressor import A2SGDSettings, MiCROSettings, is_or_makes, on_class_or_instance
 from horovod_sparse.core import FlatLayout, StepStats, TensorSpec
-from horovod_sparse.core.exchange import A2SGDExchange, Exchange, MiCROExchange
+from horovod_sparse.core.exchange import A2SGDExchange, Exchange
 from horovod_sparse.core.layout import accumulator_dtype
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.caller import Caller, find_caller
@@ -45,21 +44,13 @@ class Gradient(NamedTuple):
     tensor: torch.Tensor
 
 
-class on_class_or_instance:
-    """A method that Horovod may call on the class that it was given, as well as on an instance."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
-        return partial(self._function, owner) if instance is None else MethodType(self._function, instance)
-
-
 class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     """What MiCROCompressor and A2SGDCompressor share: life inside Horovod's optimizer."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    _hvd = hvd
+
+    def __init__(self, make_exchange: Callable[[], Exchange]) -> None:
+        self._exchange = make_exchange()
         self._optimizer: weakref.ref[Any] | None = None
         self._collectives: Collectives | None = None  # once the ranks are known to train the same parameters
         self._ever_sparse: set[str] = set()
@@ -123,6 +114,9 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._exchange.reset()
 
     # Between the steps
+
+    def _exchanges(self) -> list[Exchange]:
+        return [self._exchange]
 
     def _bind(self, optimizer: Any) -> None:
         """Serve `optimizer`, and no other."""
@@ -282,58 +276,14 @@ def _synchronize(compressor: SparseCompressor, synchronize: Callable[[], None]) 
     synchronize()
 
 
-class MiCROCompressor(SparseCompressor):
-    """MiCRO (arXiv 2310.00967): in each step, the largest entries of the accumulated gradient travel, the rest waits.
-
-    Args:
-        density: the share of the gradient's elements to send in a step, in (0, 1].
-        threshold: "adaptive" meets the density at every step, at any scale of the gradients; "paper" is the published
-            rule, which needs hundreds of steps.
-        value_dtype: "float16" halves the bytes of the values, and sends the rounding error later; None sends them as
-            accumulated: in float32, or in float64 where the model has float64 parameters.
-
-    Raises:
-        ValueError: a setting is none of these.
-    """
-
-    _exchange: MiCROExchange
-
-    def __init__(self, density: float = 0.01, threshold: str = "adaptive", value_dtype: str | None = None) -> None:
-        super().__init__(MiCROExchange(density, threshold, value_dtype))
-
-    def flush(self) -> None:
-        """Make the next exchange send everything that is held back: afterwards, the residual is 0 on all ranks.
-
-        It holds for all ranks, even if only one of them calls it.
-        """
-        self._exchange.flush()
+class MiCROCompressor(MiCROSettings, SparseCompressor):
+    __doc__ = MiCROSettings.__doc__
 
 
-class A2SGDCompressor(SparseCompressor):
-    """A2SGD (arXiv 2006.07405): each rank sends two numbers, the means of its positive and its negative gradients.
-
-    Two numbers cannot carry a gradient: each rank applies the rest of its own, and the replicas drift apart. So the
-    parameters are averaged over the ranks after every `sync_every` steps. Before an evaluation or a checkpoint, call
-    `synchronize_parameters()`. The optimizer's own state (momentum, Adam's moments) stays each rank's own.
-
-    Args:
-        granularity: "model" takes the means over the whole model, "tensor" over each tensor.
-        sync_every: steps from one averaging of the parameters to the next; None never averages them.
-
-    Raises:
-        ValueError: a setting is none of these.
-    """
+class A2SGDCompressor(A2SGDSettings, SparseCompressor):
+    __doc__ = A2SGDSettings.__doc__
 
     _exchange: A2SGDExchange
-
-    def __init__(self, granularity: str = "model", sync_every: int | None = 100) -> None:
-        super().__init__(A2SGDExchange(granularity, sync_every))
-        if sync_every is None and not (hvd.is_initialized() and hvd.rank() > 0):
-            warnings.warn(
-                "sync_every=None: with A2SGD the replicas drift apart, and nothing brings them together unless "
-                "synchronize_parameters() is called, for example before each evaluation and checkpoint",
-                stacklevel=2,
-            )
 
     def synchronize_parameters(self) -> None:
         """Average the parameters over the ranks: bitwise the same on all of them afterwards. To be called on all.
@@ -385,9 +335,9 @@ def get_compressor(optimizer: Any) -> Any:
     compression = getattr(optimizer, "_compression", None)
     if isinstance(compression, SparseCompressor):
         compressor = compression
-    elif isinstance(compression, type) and issubclass(compression, SparseCompressor):
+    elif compression and is_or_makes(compression, SparseCompressor):
         if optimizer not in _compressors:
-            _compressors[optimizer] = compression()  # type: ignore[call-arg]
+            _compressors[optimizer] = compression()
         compressor = _compressors[optimizer]
     else:
         raise TypeError(

@@ -1,0 +1,88 @@
+"""What the compressors of all front ends share: their settings, and how Horovod's users hand them over."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from horovod_sparse.core.exchange import A2SGDExchange, MiCROExchange
+
+
+class on_class_or_instance:
+    """A method that Horovod may call on the class that it was given, as well as on an instance."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        return partial(self._function, owner) if instance is None else MethodType(self._function, instance)
+
+
+def is_or_makes(compression: object, compressor: type) -> bool:
+    """Whether `compression=` was given a compressor of this kind, be it the class or an instance.
+
+    Raises:
+        TypeError: it was given something else than a compressor.
+    """
+    if not hasattr(compression, "compress") or not hasattr(compression, "decompress"):
+        raise TypeError(
+            f"compression={compression!r}: it must be a compressor, such as Compression.micro, Compression.a2sgd, "
+            "Compression.fp16, Compression.none, or an instance such as MiCROCompressor(density=0.001)"
+        )
+    return issubclass(compression if isinstance(compression, type) else type(compression), compressor)
+
+
+class MiCROSettings:
+    """MiCRO (arXiv 2310.00967): in each step, the largest entries of the accumulated gradient travel, the rest waits.
+
+    Args:
+        density: the share of the gradient's elements to send in a step, in (0, 1].
+        threshold: "adaptive" meets the density at every step, at any scale of the gradients; "paper" is the published
+            rule, which needs hundreds of steps.
+        value_dtype: "float16" halves the bytes of the values, and sends the rounding error later; None sends them as
+            accumulated: in float32, or in float64 where the model has float64 parameters.
+
+    Raises:
+        ValueError: a setting is none of these.
+    """
+
+    def __init__(self, density: float = 0.01, threshold: str = "adaptive", value_dtype: str | None = None) -> None:
+        super().__init__(partial(MiCROExchange, density, threshold, value_dtype))  # type: ignore[call-arg]
+
+    def flush(self: Any) -> None:
+        """Make the next exchange send everything that is held back: afterwards, the residual is 0 on all ranks.
+
+        It holds for all ranks, even if only one of them calls it.
+        """
+        for exchange in self._exchanges():
+            exchange.flush()
+
+
+class A2SGDSettings:
+    """A2SGD (arXiv 2006.07405): each rank sends two numbers, the means of its positive and its negative gradients.
+
+    Two numbers cannot carry a gradient: each rank applies the rest of its own, and the replicas drift apart. So the
+    parameters are averaged over the ranks after every `sync_every` steps. Before an evaluation or a checkpoint, call
+    `synchronize_parameters()`. The optimizer's own state (momentum, Adam's moments) stays each rank's own.
+
+    Args:
+        granularity: "model" takes the means over the whole model, "tensor" over each tensor.
+        sync_every: steps from one averaging of the parameters to the next; None never averages them.
+
+    Raises:
+        ValueError: a setting is none of these.
+    """
+
+    _hvd: Any
+
+    def __init__(self, granularity: str = "model", sync_every: int | None = 100) -> None:
+        super().__init__(partial(A2SGDExchange, granularity, sync_every))  # type: ignore[call-arg]
+        if sync_every is None and not (self._hvd.is_initialized() and self._hvd.rank() > 0):
+            warnings.warn(
+                "sync_every=None: with A2SGD the replicas drift apart, and nothing brings them together unless "
+                "synchronize_parameters() is called, for example before each evaluation and checkpoint",
+                stacklevel=2,
+            )
