@@ -134,7 +134,7 @@ class Exchange:
             answer = yield next(method_step)
         else:
             answer = answer[2:]
-        update: Update | None = yield from _continued(method_step, answer)
+        update: Update | None = yield from continued(method_step, answer)
         self.stats = self._make_stats(algorithm, update)
         return update
 
@@ -174,7 +174,7 @@ class Exchange:
         """Act on the notes of all ranks, which agree."""
 
 
-def _continued(step: Step[Any], answer: Array) -> Step[Any]:
+def continued(step: Step[Any], answer: Array) -> Step[Any]:
     """The rest of a step whose first request was made, and answered, elsewhere."""
     while True:
         try:

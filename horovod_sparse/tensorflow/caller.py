@@ -1,0 +1,72 @@
+"""What is Horovod about to reduce? It hands a compressor a tensor, and nothing else.
+
+Horovod 0.28.1 calls `compress` from `allreduce(tensor, ...)` and from `grouped_allreduce(tensors, ...)`. Their local
+variables tell how it will reduce the tensor. Where a tape or an optimizer asked for it, a caller further up is
+`allreduce_grads(grads, vars, ...)`, which tells whose gradient it is. TensorFlow may have converted these functions,
+and then calls them tf__allreduce, and so on. This is the only place that relies on these names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Caller(NamedTuple):
+    tensors: list[Any]
+    """What Horovod reduces together: the tensor, or all of its group."""
+    variables: list[Any]
+    """Whose gradients they are; None for a tensor of which that is not known."""
+    name: str | None
+    """What the user calls the tensors."""
+    place: str
+    """Where the user called Horovod, and with what kind of tensors."""
+    op: Any
+    factor: float
+    """What Horovod would multiply the mean by, or the sum."""
+    process_set: Any
+
+
+def find_caller(tensor: Any) -> Caller:
+    """How Horovod is about to reduce `tensor`.
+
+    Raises:
+        ValueError: `compress` was not called by one of Horovod's allreduce functions.
+    """
+    frames = [(frame, frame.f_code.co_name.removeprefix("tf__")) for frame in _frames()]
+    allreduce = next((f for f, function in frames if function in ("allreduce", "grouped_allreduce")), None)
+    if allreduce is None or "compression" not in allreduce.f_locals:
+        raise ValueError(
+            "MiCRO and A2SGD reduce gradients: pass them as compression= to DistributedOptimizer, to "
+            "DistributedGradientTape, or to hvd.allreduce; for other operations use compression=hvd.Compression.fp16"
+        )
+    how = allreduce.f_locals
+    tensors = [t for t in how.get("tensors", [tensor]) if not isinstance(t, tf.IndexedSlices)]
+    gradients = next((f.f_locals for f, function in frames if function == "allreduce_grads"), None)
+    if gradients and gradients["vars"]:
+        pairs = list(zip(gradients["grads"], gradients["vars"], strict=True))
+        variables = [next((v for g, v in pairs if g is t), None) for t in tensors]
+    else:
+        variables = [t if hasattr(t, "handle") else None for t in tensors]
+    graph_name = "" if tf.is_tensor(tensor) and hasattr(tensor, "numpy") else tensor.name
+    place = f"{_place(allreduce)} {graph_name} {[(t.shape, t.dtype) for t in tensors]}"
+    factor = how["prescale_factor"] * how["postscale_factor"]
+    return Caller(tensors, variables, how["name"], place, how["op"], factor, how["process_set"])
+
+
+def _frames() -> Iterator[FrameType]:
+    frame = sys._getframe()
+    while frame:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _place(frame: FrameType | None) -> str:
+    """The first place above `frame` that is neither in Horovod nor in TensorFlow."""
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("horovod", "tensorflow"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""

@@ -1,0 +1,352 @@
+"""The compressors that `compression=` takes in TensorFlow.
+
+Stock Horovod calls `compress` and `decompress` while a graph is traced, for one tensor, or for each of a group. Each in
+a branch of its own, they cannot see the whole model, so there a method works on what Horovod reduces together, and
+`compress` puts the whole exchange into the graph. What it returns for Horovod to reduce is one number that nobody
+needs. The drop-in tape and optimizers give `reduce` all gradients of the model.
+
+All state lives in Python, in an `Exchange` for each set of tensors that is reduced together; a graph finds it when it
+runs, by the identity of the variables. So tracing again loses nothing, and models that share a graph do not share it.
+
+TensorFlow runs what has side effects, as our exchange has, in the order of the program, so all ranks run the same
+exchanges in the same order. A graph that differs between ranks breaks that: see `_Slot.number`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from horovod_sparse._compressor import A2SGDSettings, MiCROSettings, is_or_makes, on_class_or_instance
+from horovod_sparse.core import StepStats, TensorSpec
+from horovod_sparse.core.exchange import A2SGDExchange, Exchange
+from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.caller import Caller, find_caller
+from horovod_sparse.tensorflow.reduction import Reduction, Slot
+
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+
+# Fewer elements than this gain nothing from two more rounds; stock Horovod reduces such a tensor as it is.
+SMALL = 1024
+
+
+class Trained(NamedTuple):
+    """Variables whose gradients are reduced together."""
+
+    reduction: Reduction
+    variables: list[weakref.ref[Any]]
+
+
+class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
+    """What MiCROCompressor and A2SGDCompressor share: life inside TensorFlow's graphs."""
+
+    _hvd = hvd
+    small = 0
+    """Stock Horovod reduces a tensor with fewer elements as it is."""
+
+    def __init__(self, make_exchange: Callable[[], Exchange]) -> None:
+        make_exchange()  # raises what is wrong with the settings
+        self._make_exchange = make_exchange
+        self.slots: dict[Any, Slot] = {}
+        self._waiting: list[Exchange] = []  # with a loaded state, for the slots to come
+        self._reductions: dict[Any, Reduction] = {}
+        self._trained: dict[tuple[int, ...], Trained] = {}
+        self._dense: dict[str, TensorSpec] = {}
+        self._group: list[tuple[Any, Any]] = []
+
+    # The public surface
+
+    @property
+    def stats(self) -> StepStats | None:
+        """Figures of the last step, over all tensors; None before the first, and on a single rank.
+
+        Where Horovod has us reduce the model in parts, each with a threshold of its own, `threshold` is None.
+        """
+        every = [slot.exchange.stats for slot in self.slots.values() if slot.exchange.stats]
+        if not every:
+            return None
+        dense = self._dense.values()
+        last = every[-1]
+        if len(every) == 1 and not dense:
+            return last
+        numel = sum(stats.numel for stats in every) + sum(spec.numel for spec in dense)
+        selected = None
+        if last.selected is not None:
+            selected = sum(stats.selected or 0 for stats in every) + sum(spec.numel for spec in dense)
+        return StepStats(
+            step=max(stats.step for stats in every),
+            numel=numel,
+            target_density=last.target_density,
+            density=None if selected is None else selected / numel,
+            selected=selected,
+            threshold=None,
+            bytes_sent=sum(s.bytes_sent for s in every) + sum(s.numel * tf.as_dtype(s.dtype).size for s in dense),
+            skipped=any(stats.skipped for stats in every),
+        )
+
+    @on_class_or_instance
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def compress(self_or_class: Any, tensor: Any) -> Any:
+        """Called by Horovod for each gradient: returns what it shall reduce in its place, and the context.
+
+        Raises:
+            ValueError: we cannot do what Horovod was asked to do.
+        """
+        return working(self_or_class)._compress(tensor)
+
+    @staticmethod
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Called by Horovod with what it has reduced: returns the gradient to apply."""
+        return tensor if ctx is None else ctx
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state as numpy arrays, numbers and strings."""
+        states = [exchange.state() for exchange in self._exchanges()]
+        for state in states:
+            if "residual" in state:
+                state["residual"] = {name: np.array(part) for name, part in state["residual"].items()}
+        return states[0] if len(states) == 1 else {"method": self._make_exchange().method, "exchanges": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict()` returned on the same rank; to be called on all ranks.
+
+        The next step finds out whether it fits the model: if it does not, all ranks raise the same error.
+
+        Raises:
+            ValueError: `state` was not saved by a compressor of this method.
+        """
+        states = state["exchanges"] if isinstance(state, Mapping) and "exchanges" in state else [state]
+        loaded = [self._make_exchange() for _ in states]
+        for exchange, part in zip(loaded, states, strict=True):
+            exchange.load(part)
+        self.reset()
+        for slot in self.slots.values():
+            if loaded:
+                slot.exchange = loaded.pop(0)
+        self._waiting = loaded
+
+    def reset(self) -> None:
+        """Forget all state, as if no step had been taken; to be called on all ranks."""
+        self._waiting = []
+        for exchange in self._exchanges():
+            exchange.reset()
+
+    # For what puts us to work
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], op: Any, process_set: Any) -> list[Any]:
+        """Reduce the dense gradients of a model's variables, the whole model in one.
+
+        Raises:
+            ValueError: the gradients cannot be reduced in this way, or here.
+        """
+        return self._reduce(gradients, variables, [name_of(v) for v in variables], "", op, 1.0, process_set)
+
+    def average_if_due(self, variables: Sequence[Any]) -> None:
+        """Once a step has been applied: average its variables over the ranks, if the method wants that now."""
+
+    def slot(self, key: Any, process_set: Any) -> Slot:
+        """The state of a set of tensors."""
+        if key not in self.slots:
+            exchange = self._waiting.pop(0) if self._waiting else self._make_exchange()
+            self.slots[key] = Slot(exchange, process_set, first=not self.slots)
+        return self.slots[key]
+
+    # How it is done
+
+    def _exchanges(self) -> list[Exchange]:
+        return [slot.exchange for slot in self.slots.values()] + self._waiting
+
+    def _compress(self, tensor: Any) -> tuple[Any, Any]:
+        caller = find_caller(tensor)
+        if not tensor.dtype.is_floating:
+            return tensor, None
+        # Stock Horovod calls `compress` for all tensors of a group, before anything else.
+        if not any(member is tensor for member, _ in self._group):
+            self._group = self._compress_group(caller)
+        i = next(i for i, (member, _) in enumerate(self._group) if member is tensor)
+        _, reduced = self._group.pop(i)
+        if reduced is None:
+            return tensor, None
+        with tf.control_dependencies([reduced]):
+            return tf.zeros([1]), reduced
+
+    def _compress_group(self, caller: Caller) -> list[tuple[Any, Any]]:
+        """The floating tensors of a group, with the reduced ones; None for what Horovod shall reduce itself."""
+        members = [(t, v) for t, v in zip(caller.tensors, caller.variables, strict=True) if t.dtype.is_floating]
+        tensors, variables = [t for t, _ in members], [v for _, v in members]
+        names = [caller.name or "tensor" if v is None else name_of(v) for v in variables]
+        if sum(int(np.prod(t.shape)) for t in tensors) < self.small:
+            for tensor, name in zip(tensors, names, strict=True):
+                self._dense[name] = spec_of(name, tensor)
+            return [(tensor, None) for tensor in tensors]
+        place = "" if all(v is not None for v in variables) else caller.name or caller.place
+        reduced = self._reduce(tensors, variables, names, place, caller.op, caller.factor, caller.process_set)
+        return list(zip(tensors, reduced, strict=True))
+
+    def _reduce(
+        self,
+        tensors: Sequence[Any],
+        variables: Sequence[Any],
+        names: Sequence[str],
+        place: str,
+        op: Any,
+        factor: float,
+        process_set: Any,
+    ) -> list[Any]:
+        method = type(self).__name__
+        if op not in (hvd.Average, hvd.Sum):
+            raise ValueError(f"{method} works with op=hvd.Average and op=hvd.Sum, not with other operations")
+        if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise ValueError(
+                f"{method} cannot work in a function that XLA compiles, as Horovod cannot: pass jit_compile=False to "
+                "model.compile() or tf.function()"
+            )
+        specs = tuple(map(spec_of, _unique(names), tensors))
+        for spec in specs:
+            if spec.dtype not in FLOATING:
+                raise ValueError(f"{spec}: {method} compresses {', '.join(FLOATING)}")
+        if not specs or (not _elastic() and (not process_set.included() or process_set.size() == 1)):
+            return list(tensors)
+        reduction = self._reductions.get((specs, process_set, op, factor))
+        if reduction is None:
+            reduction = Reduction(self, specs, process_set, op, factor)
+            self._reductions[specs, process_set, op, factor] = reduction
+        key = _key(variables, place)
+        if all(v is not None for v in variables):
+            self._remember(reduction, key, [tf_variable(v) for v in variables])
+        return reduction(key, tensors)
+
+    def _remember(self, reduction: Reduction, key: Any, variables: list[Any]) -> None:
+        """Know what is trained."""
+
+
+class MiCROCompressor(MiCROSettings, SparseCompressor):
+    __doc__ = MiCROSettings.__doc__
+
+    small = SMALL
+
+
+class A2SGDCompressor(A2SGDSettings, SparseCompressor):
+    __doc__ = A2SGDSettings.__doc__
+
+    @property
+    def averaging_due(self) -> bool:
+        """Whether the last step was one of each `sync_every`, and the parameters have not been averaged since."""
+        return any(exchange.averaging_due for exchange in self._exchanges() if isinstance(exchange, A2SGDExchange))
+
+    def synchronize_parameters(self, variables: Sequence[Any] | None = None) -> None:
+        """Average the parameters over the ranks: bitwise the same on all of them afterwards. To be called on all.
+
+        Args:
+            variables: the parameters; None: all whose gradients this compressor has reduced.
+
+        Raises:
+            RuntimeError: the parameters are not known.
+        """
+        if not _elastic() and hvd.size() == 1:
+            return
+        if variables is not None:
+            specs = tuple(map(spec_of, _unique([name_of(v) for v in variables]), map(tf_variable, variables)))
+            known = self._trained.get(tuple(id(tf_variable(v)) for v in variables))
+            reduction = known.reduction if known else Reduction(self, specs, hvd.global_process_set, hvd.Average, 1.0)
+            sets = [(reduction, list(variables))]
+        else:
+            sets = [(trained.reduction, [v() for v in trained.variables]) for trained in self._trained.values()]
+            sets = [(reduction, variables) for reduction, variables in sets if all(v is not None for v in variables)]
+            if len(sets) < len(self.slots) or not sets:
+                raise RuntimeError(
+                    "synchronize_parameters() does not know all parameters: call it after the first step, or as "
+                    "synchronize_parameters(model.trainable_variables)"
+                )
+        for reduction, variables in sets:
+            reduction.average(_key(variables, ""), [tf_variable(v) for v in variables], if_due=False)
+
+    def average_if_due(self, variables: Sequence[Any]) -> None:
+        known = self._trained.get(tuple(id(tf_variable(v)) for v in variables))
+        if known:
+            known.reduction.average(_key(variables, ""), [tf_variable(v) for v in variables], if_due=True)
+
+    def _remember(self, reduction: Reduction, key: Any, variables: list[Any]) -> None:
+        self._trained[tuple(map(id, variables))] = Trained(reduction, [weakref.ref(v) for v in variables])
+        # Still due if nobody has averaged them since the last step was applied.
+        reduction.average(key, variables, if_due=True)
+
+
+_defaults: dict[type, SparseCompressor] = {}
+
+
+def working(compression: Any) -> Any:
+    """What does the work where `compression=` was given one of our classes; else what it was given."""
+    if isinstance(compression, type) and issubclass(compression, SparseCompressor):
+        if compression not in _defaults:
+            _defaults[compression] = compression()  # type: ignore[call-arg]
+        return _defaults[compression]
+    return compression
+
+
+def _elastic() -> bool:
+    return os.environ.get("HOROVOD_ELASTIC", "0") != "0"
+
+
+def tf_variable(variable: Any) -> Any:
+    """TensorFlow's own variable, where Keras 3 has wrapped it."""
+    value = getattr(variable, "value", None)
+    return value if isinstance(value, tf.Variable) else variable
+
+
+def name_of(variable: Any) -> str:
+    """The variable's name, with all of its path."""
+    return str(getattr(variable, "path", variable.name)).removesuffix(":0")
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, with a number where several are the same."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return result
+
+
+def spec_of(name: str, tensor: Any) -> TensorSpec:
+    """The tensor's entry in a layout."""
+    return TensorSpec(name, tuple(tensor.shape), tensor.dtype.name)
+
+
+def _key(variables: Sequence[Any], place: str) -> Any:
+    """A string tensor that is different for different variables, also where they share a graph."""
+    handles = [v.handle for v in variables if hasattr(v, "handle")]
+    if len(handles) < len(variables):
+        return tf.constant(place or " ".join(name_of(v) for v in variables))
+    return tf.raw_ops.StringFormat(inputs=handles, template="{}" * len(handles), placeholder="{}", summarize=3)
+
+
+def get_compressor(optimizer_or_tape: Any) -> Any:
+    """The MiCROCompressor or A2SGDCompressor at work in a distributed optimizer or tape.
+
+    Raises:
+        TypeError: it uses neither.
+    """
+    distributed = optimizer_or_tape
+    if not hasattr(distributed, "_allreduce_grads") and hasattr(distributed, "inner_optimizer"):
+        distributed = distributed.inner_optimizer  # of a LossScaleOptimizer
+    compression = getattr(distributed, "_compression", None)
+    if compression is None and hasattr(distributed, "_allreduce_grads"):  # stock Horovod's
+        function = distributed._allreduce_grads
+        function = getattr(function, "python_function", function)
+        compression = inspect.getclosurevars(function).nonlocals["compression"]
+    if compression is None or not is_or_makes(compression, SparseCompressor):
+        raise TypeError(
+            "get_compressor takes an optimizer or a tape that was given compression=MiCROCompressor or "
+            f"A2SGDCompressor, not a {type(optimizer_or_tape).__name__} with compression={compression!r}"
+        )
+    return working(compression)
