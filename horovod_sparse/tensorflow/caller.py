@@ -9,29 +9,33 @@ and then calls them tf__allreduce, and so on. This is the only place that relies
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 
-class Caller(NamedTuple):
-    tensors: list[Any]
-    """What Horovod reduces together: the tensor, or all of its group."""
-    variables: list[Any]
+class Call(NamedTuple):
+    """What is to be reduced, and how."""
+
+    tensors: Sequence[Any]
+    """What is reduced together: a tensor, a group of them, or all of a model's."""
+    variables: Sequence[Any]
     """Whose gradients they are; None for a tensor of which that is not known."""
-    name: str | None
-    """What the user calls the tensors."""
-    place: str
-    """Where the user called Horovod, and with what kind of tensors."""
     op: Any
-    factor: float
-    """What Horovod would multiply the mean by, or the sum."""
     process_set: Any
+    factor: float = 1.0
+    """What Horovod would multiply the mean by, or the sum."""
+    name: str | None = None
+    """What the user calls the tensors."""
+    place: str = ""
+    """Where the user called Horovod, and with what kind of tensors."""
+    graph: Any = None
+    """The graph in which Horovod reduces all gradients of a model, one after the other; None if it does not."""
 
 
-def find_caller(tensor: Any) -> Caller:
+def find_call(tensor: Any) -> Call:
     """How Horovod is about to reduce `tensor`.
 
     Raises:
@@ -52,10 +56,13 @@ def find_caller(tensor: Any) -> Caller:
         variables = [next((v for g, v in pairs if g is t), None) for t in tensors]
     else:
         variables = [t if hasattr(t, "handle") else None for t in tensors]
+    graph = None
+    if gradients:
+        graph = next((getattr(g, "graph", None) for g in gradients["grads"] if tf.is_tensor(g)), None)
     graph_name = "" if tf.is_tensor(tensor) and hasattr(tensor, "numpy") else tensor.name
     place = f"{_place(allreduce)} {graph_name} {[(t.shape, t.dtype) for t in tensors]}"
     factor = how["prescale_factor"] * how["postscale_factor"]
-    return Caller(tensors, variables, how["name"], place, how["op"], factor, how["process_set"])
+    return Call(tensors, variables, how["op"], how["process_set"], factor, how["name"], place, graph)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -85,7 +85,7 @@ class InGraph:
             return call(self._go_on, [number, answer])
 
         number, _ = tf.while_loop(
-            lambda number, _: number != NONE,
+            lambda number, _: tf.not_equal(number, NONE),
             go_on,
             call(self._begin, inputs),
             shape_invariants=shapes,

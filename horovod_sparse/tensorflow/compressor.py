@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from horovod_sparse._compressor import A2SGDSettings, MiCROSettings, is_or_makes
 from horovod_sparse.core import StepStats, TensorSpec
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.caller import Caller, find_caller
+from horovod_sparse.tensorflow.caller import Call, find_call
 from horovod_sparse.tensorflow.reduction import Reduction, Slot
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
@@ -42,6 +43,14 @@ class Trained(NamedTuple):
 
     reduction: Reduction
     variables: list[weakref.ref[Any]]
+
+
+class Parts(NamedTuple):
+    """What stock Horovod reduces one after the other in one graph: the parts of a model."""
+
+    reductions: list[Reduction]
+    dense: dict[str, TensorSpec]
+    """What it reduces as it is."""
 
 
 class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
@@ -58,7 +67,8 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._waiting: list[Exchange] = []  # with a loaded state, for the slots to come
         self._reductions: dict[Any, Reduction] = {}
         self._trained: dict[tuple[int, ...], Trained] = {}
-        self._dense: dict[str, TensorSpec] = {}
+        self._models: weakref.WeakKeyDictionary[Any, Parts] = weakref.WeakKeyDictionary()
+        self.last: Reduction | None = None  # the last one that ran
         self._group: list[tuple[Any, Any]] = []
 
     # The public surface
@@ -69,13 +79,15 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
         Where Horovod has us reduce the model in parts, each with a threshold of its own, `threshold` is None.
         """
-        every = [slot.exchange.stats for slot in self.slots.values() if slot.exchange.stats]
-        if not every:
+        if not self.last:
             return None
-        dense = self._dense.values()
+        parts = next((p for p in self._models.values() if self.last in p.reductions), Parts([self.last], {}))
+        slots = [reduction.slot for reduction in parts.reductions]
+        every = [slot.exchange.stats for slot in slots if slot and slot.exchange.stats]
+        dense = parts.dense.values()
+        if len(every) < 2 and not dense:
+            return every[0] if every else None
         last = every[-1]
-        if len(every) == 1 and not dense:
-            return last
         numel = sum(stats.numel for stats in every) + sum(spec.numel for spec in dense)
         selected = None
         if last.selected is not None:
@@ -105,7 +117,9 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Called by Horovod with what it has reduced: returns the gradient to apply."""
-        return tensor if ctx is None else ctx
+        if ctx is None:  # Horovod has reduced it as it is
+            return tensor
+        return tf.cast(tensor, ctx) if isinstance(ctx, tf.DType) else ctx
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as numpy arrays, numbers and strings."""
@@ -147,7 +161,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         Raises:
             ValueError: the gradients cannot be reduced in this way, or here.
         """
-        return self._reduce(gradients, variables, [name_of(v) for v in variables], "", op, 1.0, process_set)
+        return self._reduce(Call(gradients, variables, op, process_set))
 
     def average_if_due(self, variables: Sequence[Any]) -> None:
         """Once a step has been applied: average its variables over the ranks, if the method wants that now."""
@@ -165,67 +179,65 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         return [slot.exchange for slot in self.slots.values()] + self._waiting
 
     def _compress(self, tensor: Any) -> tuple[Any, Any]:
-        caller = find_caller(tensor)
+        call = find_call(tensor)
         if not tensor.dtype.is_floating:
             return tensor, None
         # Stock Horovod calls `compress` for all tensors of a group, before anything else.
         if not any(member is tensor for member, _ in self._group):
-            self._group = self._compress_group(caller)
+            self._group = self._compress_group(call)
         i = next(i for i, (member, _) in enumerate(self._group) if member is tensor)
         _, reduced = self._group.pop(i)
-        if reduced is None:
-            return tensor, None
+        if reduced is None:  # Horovod knows no bfloat16
+            return (tf.cast(tensor, tf.float32), tensor.dtype) if tensor.dtype == tf.bfloat16 else (tensor, None)
         with tf.control_dependencies([reduced]):
             return tf.zeros([1]), reduced
 
-    def _compress_group(self, caller: Caller) -> list[tuple[Any, Any]]:
+    def _compress_group(self, call: Call) -> list[tuple[Any, Any]]:
         """The floating tensors of a group, with the reduced ones; None for what Horovod shall reduce itself."""
-        members = [(t, v) for t, v in zip(caller.tensors, caller.variables, strict=True) if t.dtype.is_floating]
-        tensors, variables = [t for t, _ in members], [v for _, v in members]
-        names = [caller.name or "tensor" if v is None else name_of(v) for v in variables]
-        if sum(int(np.prod(t.shape)) for t in tensors) < self.small:
-            for tensor, name in zip(tensors, names, strict=True):
-                self._dense[name] = spec_of(name, tensor)
+        floating = [i for i, tensor in enumerate(call.tensors) if tensor.dtype.is_floating]
+        tensors, variables = [call.tensors[i] for i in floating], [call.variables[i] for i in floating]
+        call = call._replace(tensors=tensors, variables=variables)
+        specs = specs_of(call)
+        if sum(spec.numel for spec in specs) < self.small:
+            if call.graph is not None:
+                self._parts(call.graph).dense.update((spec.name, spec) for spec in specs)
             return [(tensor, None) for tensor in tensors]
-        place = "" if all(v is not None for v in variables) else caller.name or caller.place
-        reduced = self._reduce(tensors, variables, names, place, caller.op, caller.factor, caller.process_set)
-        return list(zip(tensors, reduced, strict=True))
+        return list(zip(tensors, self._reduce(call), strict=True))
 
-    def _reduce(
-        self,
-        tensors: Sequence[Any],
-        variables: Sequence[Any],
-        names: Sequence[str],
-        place: str,
-        op: Any,
-        factor: float,
-        process_set: Any,
-    ) -> list[Any]:
+    def _parts(self, graph: Any) -> Parts:
+        return self._models.setdefault(graph, Parts([], {}))
+
+    def _reduce(self, call: Call) -> list[Any]:
         method = type(self).__name__
-        if op not in (hvd.Average, hvd.Sum):
+        if call.op not in (hvd.Average, hvd.Sum):
             raise ValueError(f"{method} works with op=hvd.Average and op=hvd.Sum, not with other operations")
         if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError(
                 f"{method} cannot work in a function that XLA compiles, as Horovod cannot: pass jit_compile=False to "
                 "model.compile() or tf.function()"
             )
-        specs = tuple(map(spec_of, _unique(names), tensors))
+        specs = specs_of(call)
         for spec in specs:
             if spec.dtype not in FLOATING:
                 raise ValueError(f"{spec}: {method} compresses {', '.join(FLOATING)}")
-        if not specs or (not _elastic() and (not process_set.included() or process_set.size() == 1)):
-            return list(tensors)
-        reduction = self._reductions.get((specs, process_set, op, factor))
-        if reduction is None:
-            reduction = Reduction(self, specs, process_set, op, factor)
-            self._reductions[specs, process_set, op, factor] = reduction
-        key = _key(variables, place)
-        if all(v is not None for v in variables):
-            self._remember(reduction, key, [tf_variable(v) for v in variables])
-        return reduction(key, tensors)
+        alone = not call.process_set.included() or call.process_set.size() == 1
+        if not specs or (alone and not _elastic()):
+            return list(call.tensors)
+        kind = (specs, call.process_set, call.op, call.factor)
+        if kind not in self._reductions:
+            self._reductions[kind] = Reduction(self, *kind)
+        reduction = self._reductions[kind]
+        if call.graph is not None and reduction not in self._parts(call.graph).reductions:
+            self._parts(call.graph).reductions.append(reduction)
+        key = key_of(call.variables, call.name or call.place)
+        first = None
+        if all(v is not None for v in call.variables):
+            first = self._before_reduction(reduction, key, [tf_variable(v) for v in call.variables])
+        with tf.control_dependencies([] if first is None else [first]):
+            return reduction(key, call.tensors)
 
-    def _remember(self, reduction: Reduction, key: Any, variables: list[Any]) -> None:
-        """Know what is trained."""
+    def _before_reduction(self, reduction: Reduction, key: Any, variables: list[Any]) -> Any:
+        """What has to be done before the gradients of these variables are reduced: an operation, or None."""
 
 
 class MiCROCompressor(MiCROSettings, SparseCompressor):
@@ -254,30 +266,31 @@ class A2SGDCompressor(A2SGDSettings, SparseCompressor):
         if not _elastic() and hvd.size() == 1:
             return
         if variables is not None:
-            specs = tuple(map(spec_of, _unique([name_of(v) for v in variables]), map(tf_variable, variables)))
-            known = self._trained.get(tuple(id(tf_variable(v)) for v in variables))
-            reduction = known.reduction if known else Reduction(self, specs, hvd.global_process_set, hvd.Average, 1.0)
-            sets = [(reduction, list(variables))]
+            call = Call([tf_variable(v) for v in variables], variables, hvd.Average, hvd.global_process_set)
+            known = self._trained.get(tuple(map(id, call.tensors)))
+            reduction = known.reduction if known else Reduction(self, specs_of(call), call.process_set, call.op, 1.0)
+            sets = [(reduction, list(call.tensors))]
         else:
             sets = [(trained.reduction, [v() for v in trained.variables]) for trained in self._trained.values()]
-            sets = [(reduction, variables) for reduction, variables in sets if all(v is not None for v in variables)]
+            sets = [(reduction, of_set) for reduction, of_set in sets if all(v is not None for v in of_set)]
             if len(sets) < len(self.slots) or not sets:
                 raise RuntimeError(
                     "synchronize_parameters() does not know all parameters: call it after the first step, or as "
                     "synchronize_parameters(model.trainable_variables)"
                 )
-        for reduction, variables in sets:
-            reduction.average(_key(variables, ""), [tf_variable(v) for v in variables], if_due=False)
+        for reduction, of_set in sets:
+            reduction.average(key_of(of_set), of_set, if_due=False)
 
     def average_if_due(self, variables: Sequence[Any]) -> None:
-        known = self._trained.get(tuple(id(tf_variable(v)) for v in variables))
+        variables = [tf_variable(v) for v in variables]
+        known = self._trained.get(tuple(map(id, variables)))
         if known:
-            known.reduction.average(_key(variables, ""), [tf_variable(v) for v in variables], if_due=True)
+            known.reduction.average(key_of(variables), variables, if_due=True)
 
-    def _remember(self, reduction: Reduction, key: Any, variables: list[Any]) -> None:
+    def _before_reduction(self, reduction: Reduction, key: Any, variables: list[Any]) -> Any:
         self._trained[tuple(map(id, variables))] = Trained(reduction, [weakref.ref(v) for v in variables])
         # Still due if nobody has averaged them since the last step was applied.
-        reduction.average(key, variables, if_due=True)
+        return reduction.average(key, variables, if_due=True)
 
 
 _defaults: dict[type, SparseCompressor] = {}
@@ -307,26 +320,35 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name)).removesuffix(":0")
 
 
-def _unique(names: Sequence[str]) -> list[str]:
-    """The names, with a number where several are the same."""
-    seen: dict[str, int] = {}
-    result = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return result
+def specs_of(call: Call) -> tuple[TensorSpec, ...]:
+    """The tensors' entries in a layout, each with a name of its own.
+
+    Raises:
+        ValueError: the shape of a tensor is not known.
+    """
+    seen: Counter[str] = Counter()
+    specs = []
+    for tensor, variable in zip(call.tensors, call.variables, strict=True):
+        name = call.name or "tensor" if variable is None else name_of(variable)
+        # In a graph, a gradient's shape may be unknown where its variable's is not.
+        shape = tf.TensorShape((tensor if variable is None else variable).shape)
+        if not shape.is_fully_defined():
+            raise ValueError(f"MiCRO and A2SGD have to know the shape of {name!r} when it is traced; it is {shape}")
+        seen[name] += 1
+        specs.append(TensorSpec(name if seen[name] == 1 else f"{name}#{seen[name]}", tuple(shape), tensor.dtype.name))
+    return tuple(specs)
 
 
-def spec_of(name: str, tensor: Any) -> TensorSpec:
-    """The tensor's entry in a layout."""
-    return TensorSpec(name, tuple(tensor.shape), tensor.dtype.name)
+def key_of(variables: Sequence[Any], otherwise: str = "") -> Any:
+    """A string tensor that is different for different variables, also where they share a graph.
 
-
-def _key(variables: Sequence[Any], place: str) -> Any:
-    """A string tensor that is different for different variables, also where they share a graph."""
+    Where a variable is not known, it is `otherwise`.
+    """
+    if any(v is None for v in variables):
+        return tf.constant(otherwise)
     handles = [v.handle for v in variables if hasattr(v, "handle")]
-    if len(handles) < len(variables):
-        return tf.constant(place or " ".join(name_of(v) for v in variables))
+    if len(handles) < len(variables):  # variables of TensorFlow 1
+        return tf.constant(" ".join(name_of(v) for v in variables))
     return tf.raw_ops.StringFormat(inputs=handles, template="{}" * len(handles), placeholder="{}", summarize=3)
 
 

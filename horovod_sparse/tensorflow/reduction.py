@@ -15,7 +15,7 @@ from horovod_sparse.core.exchange import A2SGDExchange, Exchange, check_present,
 from horovod_sparse.core.step import Step
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import InGraph, aligned_empty
-from horovod_sparse.tensorflow.order import in_program_order
+from horovod_sparse.tensorflow.order import in_program_order, is_for_session
 
 if TYPE_CHECKING:
     from horovod_sparse.tensorflow.compressor import SparseCompressor
@@ -84,13 +84,12 @@ class Reduction:
         self._op = op
         self._factor = factor
         self._name = "horovod_sparse"
-        if not tf.compat.v1.executing_eagerly_outside_functions():
-            # A session runs the exchanges of several tensors in any order, and at once.
+        if is_for_session():  # which may run the exchanges of several tensors at once
             self._name += "".join(c if c.isalnum() else "_" for c in self._layout.tensors[0].name)
         self._in_graph = InGraph(self._start, self._finish, self._name, process_set)
         self._graph = tf.function(self._build, autograph=False)
-        self._averaging_graph = tf.function(self._build_averaging, autograph=False)
-        self._slot: Slot | None = None
+        self.slot: Slot | None = None
+        """That of the last run."""
 
     def __call__(self, key: Any, tensors: Sequence[Any]) -> list[Any]:
         """The reduced tensors.
@@ -106,9 +105,23 @@ class Reduction:
                 raise self._in_graph.error from None
             raise
 
-    def average(self, key: Any, variables: Sequence[tf.Variable], if_due: bool) -> None:
-        """Average variables over the ranks: bitwise the same on all of them afterwards."""
-        self._averaging_graph(key, list(variables), if_due)
+    def average(self, key: Any, variables: Sequence[tf.Variable], if_due: bool) -> Any:
+        """Average variables over the ranks: bitwise the same on all of them afterwards.
+
+        Returns:
+            None; or, while a graph is traced, the operation that does it.
+        """
+        if not tf.executing_eagerly():
+            return self._build_averaging(key, variables, if_due)
+        if not if_due or self._averaging_due(key.numpy()):
+            self._average_now(key, variables)
+        return None
+
+    def _average_now(self, key: Any, variables: Sequence[tf.Variable]) -> None:
+        def average() -> None:
+            self._build_averaging(key, variables, if_due=False)
+
+        tf.function(average, autograph=False)()
 
     # While a graph is traced
 
@@ -120,40 +133,42 @@ class Reduction:
             result.set_shape(spec.shape)
         return [tf.cast(result, spec.dtype) for result, spec in zip(results, self._specs, strict=True)]
 
-    def _build_averaging(self, key: Any, variables: list[tf.Variable], if_due: bool) -> None:
+    def _build_averaging(self, key: Any, variables: Sequence[tf.Variable], if_due: bool) -> Any:
         def average() -> Any:
-            kwargs = {"ignore_name_scope": True, "process_set": self._process_set}
-            present = hvd.allreduce(tf.ones([1]), op=hvd.Sum, name=f"{self._name}.present", **kwargs)
+            in_program_order()
+            options = {"ignore_name_scope": True, "process_set": self._process_set}
+            present = hvd.allreduce(tf.ones([1]), op=hvd.Sum, name=f"{self._name}.present", **options)
             assignments = []
             with tf.control_dependencies([tf.numpy_function(self._averaged, [key, present], tf.int32)]):
                 for i, variable in enumerate(variables):
                     # 16 bits are few for a sum.
                     wide = tf.float32 if variable.dtype.size < 4 else variable.dtype
                     value = tf.cast(variable.read_value(), wide)
-                    mean = hvd.allreduce(value, op=hvd.Average, name=f"{self._name}.average.{i}", **kwargs)
+                    mean = hvd.allreduce(value, op=hvd.Average, name=f"{self._name}.average.{i}", **options)
                     assignments.append(variable.assign(tf.cast(mean, variable.dtype)))
             return tf.group(*assignments)
 
-        in_program_order()
-        due = tf.numpy_function(lambda key: np.bool_(not if_due or self._averaging_due(key)), [key], tf.bool)
-        due.set_shape([])
-        tf.cond(due, average, tf.no_op)
+        if not if_due:
+            return average()
+        due = tf.numpy_function(lambda key: np.bool_(self._averaging_due(key)), [key], tf.bool)
+        return tf.cond(tf.ensure_shape(due, []), average, tf.no_op)
 
     # When it runs
 
     def _start(self, key: bytes, *arrays: Array) -> Step[Any]:
         self._arrays = arrays
-        self._slot = None
+        self.slot = None
         if not self._process_set.included() or self._process_set.size() == 1:
             return _nothing()
-        self._slot = self._compressor.slot((key, self._specs), self._process_set)
+        self.slot = self._compressor.slot((key, self._specs), self._process_set)
         gradient = {spec: array.reshape(-1) for spec, array in zip(self._specs, arrays, strict=True)}
-        return self._slot.step(gradient, self._process_set.rank(), self._process_set.size())
+        return self.slot.step(gradient, self._process_set.rank(), self._process_set.size())
 
     def _finish(self, update: Any) -> list[Array]:
         """The gradients to apply."""
-        slot, arrays = self._slot, self._arrays
+        slot, arrays = self.slot, self._arrays
         self._arrays = ()
+        self._compressor.last = self
         results = {spec: aligned_empty(spec.shape, self._layout.dtype) for spec in self._specs}
         if slot and update is None:  # as Horovod would have it: a gradient that is not finite on one rank is so on all
             for result in results.values():

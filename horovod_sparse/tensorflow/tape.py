@@ -21,6 +21,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         """Let each rank keep its own gradients of this source."""
         self._local_sources[id(source)] = source
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(
         self,
         target: Any,

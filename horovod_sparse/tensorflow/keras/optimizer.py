@@ -127,6 +127,7 @@ class _Distributed:
 
 
 class _DistributedKeras3(_Distributed):
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         apply = super().apply  # type: ignore[misc]
         gradients = list(grads)
@@ -137,6 +138,7 @@ class _DistributedKeras3(_Distributed):
 
 
 class _DistributedLegacy(_Distributed):
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         apply = super().apply_gradients  # type: ignore[misc]
         pairs = list(grads_and_vars)

@@ -1,0 +1,216 @@
+"""The laws of MiCRO and A2SGD, in the drop-in tape and in stock Horovod's, at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+from training import MLP, assert_close, batch, known_gradient, mean_over_ranks, same_on_all_ranks
+
+import horovod_sparse.tensorflow as hvd
+from horovod_sparse.tensorflow import collectives
+
+pytestmark = pytest.mark.laws
+
+SHAPES = {"b/kernel": (20, 64), "b/bias": (64,), "a/kernel": (64, 10), "a/empty": (0, 3), "a/scale": ()}
+WRAPPERS = {
+    "drop-in": hvd.DistributedGradientTape,
+    "stock, one group": lambda tape, **options: stock.DistributedGradientTape(tape, groups=1, **options),
+}
+
+
+def variables(dtype: str = "float32") -> list[tf.Variable]:
+    return [tf.Variable(tf.zeros(shape, dtype), name=name) for name, shape in SHAPES.items()]
+
+
+def gradients_of(rank: int, step: int, scale: float = 1.0) -> list[Any]:
+    return [scale * known_gradient(shape, rank, step, i) for i, shape in enumerate(SHAPES.values())]
+
+
+def make_step(parameters: Sequence[tf.Variable], wrap: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function that reduces given gradients."""
+
+    @tf.function
+    def step(*gradients: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(p * g) for p, g in zip(parameters, gradients, strict=True)])
+        return wrap(tape, **options).gradient(loss, list(parameters))
+
+    return lambda gradients: [g.numpy() for g in step(*(tf.constant(g, parameters[0].dtype) for g in gradients))]
+
+
+@pytest.fixture(params=WRAPPERS)
+def wrap(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return WRAPPERS[request.param]
+
+
+def in_order_of_names(tensors: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """The flat vector."""
+    return np.concatenate([np.asarray(t, np.float64).ravel() for _, t in sorted(zip(SHAPES, tensors, strict=True))])
+
+
+@pytest.mark.parametrize("value_dtype", [None, "float16"])
+@pytest.mark.parametrize("threshold", ["adaptive", "paper"])
+def test_nothing_is_lost(threshold: str, value_dtype: str | None, wrap: Callable[..., Any]) -> None:
+    compressor = hvd.MiCROCompressor(0.02, threshold, value_dtype)
+    reduce = make_step(variables("float64"), wrap, compression=compressor)
+    applied = np.zeros(sum(int(np.prod(s)) for s in SHAPES.values()))
+    wanted = np.zeros_like(applied)
+    for step in range(20):
+        updates = reduce(gradients_of(hvd.rank(), step))
+        assert same_on_all_ranks(updates)
+        applied += in_order_of_names(updates)
+        wanted += mean_over_ranks(lambda rank, step=step: in_order_of_names(gradients_of(rank, step)))
+        residual = compressor.state_dict()["residual"]
+        held_back = in_order_of_names([residual[name] for name in SHAPES])
+        mean = stock.allreduce(tf.constant(held_back), name="test.residual").numpy()
+        # Sums of up to 4 half-precision values round at 2**-11 of the values, which reach about 4 * sqrt(50 steps).
+        np.testing.assert_allclose(applied + mean, wanted, rtol=0, atol=1e-12 if value_dtype is None else 0.4)
+
+
+def test_update_is_the_mean_accumulator_where_an_owner_selects(wrap: Callable[..., Any]) -> None:
+    """The first step, computed independently: acc is the gradient, rank i owns partition i of the flat vector."""
+    compressor = hvd.MiCROCompressor(density=0.05)
+    updates = make_step(variables(), wrap, compression=compressor)(gradients_of(hvd.rank(), 0))
+    every = np.stack([in_order_of_names(gradients_of(rank, 0)) for rank in range(hvd.size())]).astype(np.float32)
+    d = every.shape[1]
+    bounds = [i * d // hvd.size() for i in range(hvd.size() + 1)]
+    owner = np.repeat(np.arange(hvd.size()), np.diff(bounds))
+    selected = np.abs(every[owner, np.arange(d)]) >= compressor.stats.threshold
+    wanted = np.where(selected, every.mean(axis=0, dtype=np.float64), 0)
+    np.testing.assert_allclose(in_order_of_names(updates), wanted, rtol=1e-6, atol=1e-7)
+    assert compressor.stats.selected == selected.sum()
+    assert compressor.stats.density == pytest.approx(0.05, rel=0.2)
+
+
+def test_density_one_is_horovods_dense_average(wrap: Callable[..., Any]) -> None:
+    compressor = hvd.MiCROCompressor(density=1.0)
+    ours = make_step(variables(), wrap, compression=compressor)
+    dense = make_step(variables(), stock.DistributedGradientTape)
+    for step in range(3):
+        gradients = gradients_of(hvd.rank(), step)
+        assert_close(ours(gradients), dense(gradients), rtol=1e-6, atol=1e-7)
+    stats = compressor.stats
+    assert (stats.density, stats.selected, stats.threshold) == (1.0, stats.numel, 0.0)
+
+
+@pytest.mark.parametrize("threshold", ["adaptive", "paper"])
+def test_replicas_are_bitwise_equal_over_200_steps(threshold: str, wrap: Callable[..., Any]) -> None:
+    model = MLP()
+    compressor = hvd.MiCROCompressor(threshold=threshold)
+
+    @tf.function
+    def train(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.loss(x, y)
+        gradients = wrap(tape, compression=compressor).gradient(loss, model.parameters)
+        for p, gradient in zip(model.parameters, gradients, strict=True):
+            p.assign_sub(0.3 * gradient)
+        return loss
+
+    losses = [float(train(*map(tf.constant, batch(hvd.rank(), step)))) for step in range(200)]
+    assert same_on_all_ranks(model.parameters)
+    assert sum(losses[-20:]) < 0.8 * sum(losses[:20])
+    assert compressor.stats.step == 200
+
+
+def test_a2sgd_shifts_the_gradient_by_the_means(wrap: Callable[..., Any]) -> None:
+    """An independent computation, over the whole model."""
+    updates = make_step(variables(), wrap, compression=hvd.A2SGDCompressor)(gradients_of(hvd.rank(), 0))
+    flat = [in_order_of_names(gradients_of(rank, 0)) for rank in range(hvd.size())]
+    positive = [np.mean(g[g >= 0]) for g in flat]
+    negative = [np.mean(-g[g < 0]) for g in flat]
+    own = flat[hvd.rank()]
+    up, down = np.mean(positive) - positive[hvd.rank()], np.mean(negative) - negative[hvd.rank()]
+    wanted = own + np.where(own >= 0, up, -down)
+    np.testing.assert_allclose(in_order_of_names(updates), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a2sgd_with_equal_gradients_changes_nothing(wrap: Callable[..., Any]) -> None:
+    gradients = gradients_of(0, 0)
+    for granularity in ("model", "tensor"):
+        updates = make_step(variables(), wrap, compression=hvd.A2SGDCompressor(granularity))(gradients)
+        assert_close(updates, gradients, rtol=1e-6, atol=1e-7)
+
+
+def test_synchronized_parameters_are_bitwise_the_mean() -> None:
+    model = MLP()
+    compressor = hvd.A2SGDCompressor(sync_every=None)
+
+    def train(step: int) -> None:
+        with tf.GradientTape() as tape:
+            loss = model.loss(*batch(hvd.rank(), step))
+        gradients = hvd.DistributedGradientTape(tape, compression=compressor).gradient(loss, model.parameters)
+        for p, gradient in zip(model.parameters, gradients, strict=True):
+            p.assign_sub(gradient)
+
+    for step in range(3):
+        train(step)
+    assert not same_on_all_ranks(model.parameters)
+    means = [stock.allreduce(tf.cast(p, tf.float64), name=f"test.{i}") for i, p in enumerate(model.parameters)]
+    compressor.synchronize_parameters()
+    assert same_on_all_ranks(model.parameters)
+    assert_close(model.parameters, means, rtol=1e-6, atol=1e-7)
+
+
+def test_tape_averages_the_parameters_when_it_is_time_to() -> None:
+    """With the gradients of the step after, for those of the step itself are applied by others."""
+    model = MLP()
+
+    @tf.function
+    def train(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = model.loss(x, y)
+        tape = hvd.DistributedGradientTape(tape, compression=hvd.A2SGDCompressor(sync_every=3))
+        gradients = tape.gradient(loss, model.parameters)
+        for p, gradient in zip(model.parameters, gradients, strict=True):
+            p.assign_sub(0 * gradient)
+
+    for p in model.parameters:
+        p.assign_add(tf.fill(p.shape, float(hvd.rank())))
+    for step in range(4):
+        train(*map(tf.constant, batch(hvd.rank(), step)))
+        assert same_on_all_ranks(model.parameters) == (step == 3)
+
+
+@pytest.mark.parametrize("compression", [hvd.MiCROCompressor, hvd.A2SGDCompressor])
+def test_bytes_sent_is_what_horovod_was_given(compression: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, **options: Any) -> Any:
+            def count(array: Any) -> Any:
+                given.append(array.nbytes)
+                return array
+
+            counted = tf.numpy_function(count, [tensor], tensor.dtype)
+            counted.set_shape(tensor.shape)
+            return function(counted, **options)
+
+        return call
+
+    for name in ("allreduce", "allgather"):
+        monkeypatch.setattr(collectives.hvd, name, counting(getattr(stock, name)))
+    compressor = compression()
+    reduce = make_step(variables(), hvd.DistributedGradientTape, compression=compressor)
+    for step in range(4):
+        given.clear()
+        reduce(gradients_of(hvd.rank(), step))
+        assert compressor.stats.bytes_sent == sum(given)
+
+
+def test_a2sgds_payload_does_not_depend_on_the_model() -> None:
+    sent = []
+    for size in (10, 10_000):
+        compressor = hvd.A2SGDCompressor()
+        p = [tf.Variable(tf.zeros(size), name="p")]
+        for step in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(p[0] * known_gradient((size,), hvd.rank(), step))
+            hvd.DistributedGradientTape(tape, compression=compressor).gradient(loss, p)
+        sent.append(compressor.stats.bytes_sent)
+    assert sent[0] == sent[1] < 50
