@@ -3,13 +3,13 @@
 Stock Horovod calls `compress` and `decompress` while a graph is traced, for one tensor, or for each of a group. Each in
 a branch of its own, they cannot see the whole model, so there a method works on what Horovod reduces together, and
 `compress` puts the whole exchange into the graph. What it returns for Horovod to reduce is one number that nobody
-needs. The drop-in tape and optimizers give `reduce` all gradients of the model.
+needs, so a graph does not even reduce it. The drop-in tape and optimizers give `reduce` all gradients of the model.
 
 All state lives in Python, in an `Exchange` for each set of tensors that is reduced together; a graph finds it when it
 runs, by the identity of the variables. So tracing again loses nothing, and models that share a graph do not share it.
 
 TensorFlow runs what has side effects, as our exchange has, in the order of the program, so all ranks run the same
-exchanges in the same order. A graph that differs between ranks breaks that: see `_Slot.number`.
+exchanges in the same order. A graph that differs between ranks breaks that: see `Slot.step`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from horovod_sparse._compressor import A2SGDSettings, MiCROSettings, is_or_makes, on_class_or_instance
 from horovod_sparse.core import StepStats, TensorSpec
+from horovod_sparse.core.collectives import Array
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange
+from horovod_sparse.core.step import Step
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.caller import Call, find_call
 from horovod_sparse.tensorflow.reduction import Reduction, Slot
@@ -68,6 +70,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._reductions: dict[Any, Reduction] = {}
         self._trained: dict[tuple[int, ...], Trained] = {}
         self._models: weakref.WeakKeyDictionary[Any, Parts] = weakref.WeakKeyDictionary()
+        self._met: set[Any] = set()  # the process sets whose ranks are known to have the same settings
         self.last: Reduction | None = None  # the last one that ran
         self._group: list[tuple[Any, Any]] = []
 
@@ -137,7 +140,8 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         Raises:
             ValueError: `state` was not saved by a compressor of this method.
         """
-        states = state["exchanges"] if isinstance(state, Mapping) and "exchanges" in state else [state]
+        self._make_exchange().load(state)  # whether it is of this method
+        states = state.get("exchanges", [state])
         loaded = [self._make_exchange() for _ in states]
         for exchange, part in zip(loaded, states, strict=True):
             exchange.load(part)
@@ -166,12 +170,19 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def average_if_due(self, variables: Sequence[Any]) -> None:
         """Once a step has been applied: average its variables over the ranks, if the method wants that now."""
 
-    def slot(self, key: Any, process_set: Any) -> Slot:
+    def slot(self, key: bytes, specs: tuple[TensorSpec, ...], process_set: Any) -> Slot:
         """The state of a set of tensors."""
-        if key not in self.slots:
+        if (key, specs) not in self.slots:
             exchange = self._waiting.pop(0) if self._waiting else self._make_exchange()
-            self.slots[key] = Slot(exchange, process_set, first=not self.slots)
-        return self.slots[key]
+            self.slots[key, specs] = Slot(exchange, specs, process_set)
+        return self.slots[key, specs]
+
+    def step(self, slot: Slot, gradient: dict[TensorSpec, Array], process_set: Any) -> Step[Any]:
+        """One step of a set of tensors. Before the first of all, the ranks compare notes."""
+        meet = process_set not in self._met
+        update = yield from slot.step(gradient, meet, process_set.rank(), process_set.size())
+        self._met.add(process_set)
+        return update
 
     # How it is done
 
@@ -189,8 +200,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         _, reduced = self._group.pop(i)
         if reduced is None:  # Horovod knows no bfloat16
             return (tf.cast(tensor, tf.float32), tensor.dtype) if tensor.dtype == tf.bfloat16 else (tensor, None)
-        with tf.control_dependencies([reduced]):
-            return tf.zeros([1]), reduced
+        return tf.cast(tf.reshape(reduced, [-1])[:1], tf.float32), reduced
 
     def _compress_group(self, call: Call) -> list[tuple[Any, Any]]:
         """The floating tensors of a group, with the reduced ones; None for what Horovod shall reduce itself."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import log2
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import tensorflow as tf
@@ -20,8 +22,29 @@ from horovod_sparse.tensorflow.order import in_program_order, is_for_session
 if TYPE_CHECKING:
     from horovod_sparse.tensorflow.compressor import SparseCompressor
 
-# How many sets of tensors this process has reduced so far, by process set.
-_numbers: Counter[int] = Counter()
+# How many slots with these specs, in a process set, have taken a step: the same on all ranks, even after errors.
+_slots: Counter[Any] = Counter()
+
+IDENTITY_BITS = 16
+
+
+def _bits_a_number(world_size: int) -> int:
+    """As many digits of base world_size + 1 as a float32 holds: a digit can then count the ranks that set a bit."""
+    return int(24 / log2(world_size + 1))
+
+
+def _pack(bits: Sequence[int], world_size: int) -> list[int]:
+    """Bits in a few numbers whose sums over the ranks tell, for each bit, how many ranks have it."""
+    size, base = _bits_a_number(world_size), world_size + 1
+    return [
+        sum(bit * base**i for i, bit in enumerate(bits[start : start + size])) for start in range(0, len(bits), size)
+    ]
+
+
+def _unpack(totals: Sequence[float], world_size: int) -> list[int]:
+    """How many ranks have each bit; with zeros at the end."""
+    size, base = _bits_a_number(world_size), world_size + 1
+    return [round(total) // base**i % base for total in totals for i in range(size)]
 
 
 class Slot:
@@ -29,34 +52,43 @@ class Slot:
 
     Attributes:
         exchange: its state.
-        number: in which order this process came to its sets; the same on all ranks, if they run the same program.
-        first: whether the ranks should meet before the first step: Horovod would call it a mismatch if only some did.
     """
 
-    def __init__(self, exchange: Exchange, process_set: Any, first: bool) -> None:
+    def __init__(self, exchange: Exchange, specs: Sequence[TensorSpec], process_set: Any) -> None:
         self.exchange = exchange
-        self.number = _numbers[process_set.process_set_id]
-        self.first = first
-        _numbers[process_set.process_set_id] += 1
+        self._kind = (process_set.process_set_id, tuple(sorted(specs)))
+        self._order: int | None = None  # among the slots of this kind, once it has taken a step
 
-    def step(self, gradient: dict[TensorSpec, Array], rank: int, world_size: int) -> Step[Any]:
-        """One step, which finds out in its first round whether all ranks step the same tensors."""
-        specs = sorted(gradient)
+    def _identity(self) -> list[int]:
+        """Bits that are different, in all likelihood, for different tensors."""
+        order = _slots[self._kind] if self._order is None else self._order
+        return [(crc32(repr((self._kind, order)).encode()) >> i) & 1 for i in range(IDENTITY_BITS)]
+
+    def step(self, gradient: dict[TensorSpec, Array], meet: bool, rank: int, world_size: int) -> Step[Any]:
+        """One step. In its first round it finds out whether all ranks step the same tensors.
+
+        Args:
+            gradient, rank, world_size: as for `Exchange.step`.
+            meet: compare notes with the other ranks before anything else.
+        """
         try:
-            if self.first:
-                yield from self.exchange.meet(specs)
-                self.first = False
+            if meet:
+                yield from self.exchange.meet(sorted(gradient))
             step = self.exchange.step(gradient, rank, world_size)
             request = next(step).array
-            head = np.array([self.number, self.number**2], request.dtype)
-            answer = yield Allreduce(np.concatenate([head, request]))
-            total, squares, present = answer[:3].tolist()
-            if abs(present * squares - total**2) > 0.5:  # the numbers vary
-                yield from self.exchange.meet(specs)
+            packed = _pack(self._identity(), world_size)
+            answer = yield Allreduce(np.concatenate([np.array(packed, request.dtype), request]))
+            totals, answer = answer[: len(packed)].tolist(), answer[len(packed) :]
+            present = round(float(answer[0]))
+            if any(total not in (0, present) for total in _unpack(totals, world_size)):  # the ranks' bits differ
+                yield from self.exchange.meet(sorted(gradient))
                 raise RuntimeError(
                     "the ranks disagree: they reduce their models in another order. Run the same program on all ranks"
                 )
-            update = yield from continued(step, answer[2:])
+            if self._order is None:
+                self._order = _slots[self._kind]
+                _slots[self._kind] += 1
+            update = yield from continued(step, answer)
         except BaseException:  # this step cannot be finished; should there be another one, it begins with a talk
             self.exchange.something_to_say = True
             raise
@@ -137,7 +169,9 @@ class Reduction:
         def average() -> Any:
             in_program_order()
             options = {"ignore_name_scope": True, "process_set": self._process_set}
-            present = hvd.allreduce(tf.ones([1]), op=hvd.Sum, name=f"{self._name}.present", **options)
+            # No constant: TensorFlow computes what depends on constants alone in advance, with Horovod's operations.
+            one = tf.ensure_shape(tf.numpy_function(lambda: np.ones(1, np.float32), [], tf.float32), [1])
+            present = hvd.allreduce(one, op=hvd.Sum, name=f"{self._name}.present", **options)
             assignments = []
             with tf.control_dependencies([tf.numpy_function(self._averaged, [key, present], tf.int32)]):
                 for i, variable in enumerate(variables):
@@ -160,9 +194,9 @@ class Reduction:
         self.slot = None
         if not self._process_set.included() or self._process_set.size() == 1:
             return _nothing()
-        self.slot = self._compressor.slot((key, self._specs), self._process_set)
+        self.slot = self._compressor.slot(key, self._specs, self._process_set)
         gradient = {spec: array.reshape(-1) for spec, array in zip(self._specs, arrays, strict=True)}
-        return self.slot.step(gradient, self._process_set.rank(), self._process_set.size())
+        return self._compressor.step(self.slot, gradient, self._process_set)
 
     def _finish(self, update: Any) -> list[Array]:
         """The gradients to apply."""
