@@ -1,7 +1,9 @@
-# make demo: train on real data with each compression, and compare.    make test: all checks and tests.
+# make demo: train on real data with each compression, and compare; make demo FRAMEWORK=tensorflow: in TensorFlow.
+# make test: all checks and tests.
 # Both set up .venv first if need be (see tools/set_up.py), and need Python 3.10 to 3.13 with its headers, a C++17 compiler, make.
 
 PYTHON ?= python3
+FRAMEWORK ?= torch
 # Named in full, for make itself does not look for a recipe's commands in the PATH that it exports to them.
 bin := $(CURDIR)/.venv/bin
 export PATH := $(bin):$(PATH)
@@ -11,14 +13,15 @@ export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 # Where ranks fill the cores, one that waits must leave its core to those that do not.
 export OMPI_MCA_mpi_yield_when_idle = 1
+export TF_CPP_MIN_LOG_LEVEL = 3
 # A hang is a failure: a test that hangs ends its rank, and with it the job; failing that, the whole job is killed.
-parallel = timeout --kill-after=10 900 $(bin)/mpirun --oversubscribe -np $(1) $(bin)/python -m pytest tests/parallel --exitfirst --color=no
+parallel = timeout --kill-after=10 900 $(bin)/mpirun --oversubscribe -np $(1) $(bin)/python -m pytest --exitfirst --color=no
 
 .PHONY: demo test check unit parallel set-up clean
 
 demo: set-up
-	TTY_COMPATIBLE=$$(test -t 1 && echo 1 || echo 0) TF_CPP_MIN_LOG_LEVEL=3 \
-		$(bin)/horovodrun -np 2 $(bin)/python benchmarks/digits.py
+	TTY_COMPATIBLE=$$(test -t 1 && echo 1 || echo 0) \
+		$(bin)/horovodrun -np 2 $(bin)/python benchmarks/digits.py --framework $(FRAMEWORK)
 
 test: check unit parallel
 
@@ -31,9 +34,13 @@ unit: set-up
 	$(bin)/python -m pytest tests/unit
 
 parallel: set-up
-	$(call parallel,2)
-	$(call parallel,3) -m laws
-	$(call parallel,4) -m laws
+	$(call parallel,2) tests/parallel_torch
+	$(call parallel,3) tests/parallel_torch -m laws
+	$(call parallel,4) tests/parallel_torch -m laws
+	$(call parallel,2) tests/parallel_tensorflow
+	TF_USE_LEGACY_KERAS=1 $(call parallel,2) tests/parallel_tensorflow -m keras
+	$(call parallel,3) tests/parallel_tensorflow -m laws
+	$(call parallel,4) tests/parallel_tensorflow -m laws
 
 set-up:
 	@$(PYTHON) tools/set_up.py

@@ -1,11 +1,13 @@
 """Train a small network on real handwritten digits with each compression, and compare.
 
     horovodrun -np 2 python benchmarks/digits.py                    # all compressions, three seeds each
+    horovodrun -np 2 python benchmarks/digits.py --framework tensorflow
     horovodrun -np 2 python benchmarks/digits.py --compression micro --density 0.001 --json results/digits.json
     python benchmarks/digits.py --help
 
 The data are scikit-learn's 1797 digits of 8x8 pixels. All compressions share the hyperparameters below. On one or two
 ranks, the accuracies are the same in each run; on more, Horovod adds in an order that varies, and rounding with it.
+What depends on the framework is in digits_torch.py and digits_tensorflow.py.
 
 horovodrun --gloo hides the terminal from the ranks: TTY_COMPATIBLE=1 in the environment brings the progress bar back.
 """
@@ -13,33 +15,33 @@ horovodrun --gloo hides the terminal from the ranks: TTY_COMPATIBLE=1 in the env
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
-import horovod.torch as hvd
 import numpy as np
-import torch
 import typer
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector
 
-from horovod_sparse.torch import Compression, MiCROCompressor, get_compressor
+from horovod_sparse.core.exchange import MiCROExchange
 
+FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 LABELS = {"none": "dense", "fp16": "fp16", "micro": "MiCRO", "a2sgd": "A2SGD"}
 BATCH_SIZE = 64  # over all ranks
 LEARNING_RATE = 0.1  # the peak of its schedule
@@ -49,6 +51,7 @@ MOMENTUM = 0.9
 class Choice(NamedTuple):
     """What the command line asks for."""
 
+    framework: str
     compressions: Sequence[str]
     seeds: Sequence[int]
     density: float
@@ -61,8 +64,43 @@ class Choice(NamedTuple):
 class Digits:
     """Images of shape (N, 1, 8, 8), with values in [0, 1], and the digits that they show."""
 
-    images: torch.Tensor
-    digits: torch.Tensor
+    images: NDArray[np.float32]
+    digits: NDArray[np.int64]
+
+
+class Trainer(Protocol):
+    """A network, and what trains it. Making one is up to all ranks; it has the same parameters on all of them.
+
+    Args:
+        seed: for all that is random on this rank.
+        momentum: of stochastic gradient descent.
+        compression: Horovod's, or ours.
+    """
+
+    optimizer: Any
+    """What Horovod's `DistributedOptimizer` made."""
+
+    def __init__(self, seed: int, momentum: float, compression: Any) -> None: ...
+
+    def shuffled(self, n: int) -> NDArray[np.int64]:
+        """The numbers from 0 to n - 1, in random order."""
+
+    def step(self, images: NDArray[np.float32], digits: NDArray[np.int64], learning_rate: float) -> float:
+        """Train on this rank's batch. Returns its loss."""
+
+    def parameters(self) -> NDArray[np.float32]:
+        """All parameters, in one vector."""
+
+    def predict(self, images: NDArray[np.float32]) -> NDArray[np.int64]:
+        """The digits that the trained network sees."""
+
+
+class Framework(Protocol):
+    """What digits_torch and digits_tensorflow offer."""
+
+    hvd: Any
+    """Our drop-in for Horovod."""
+    Trainer: type[Trainer]
 
 
 @dataclass
@@ -78,83 +116,73 @@ class Run:
     seconds: list[float] = field(default_factory=list)
 
 
-def load_data() -> tuple[Digits, Digits]:
+def load_data(rank: int, size: int) -> tuple[Digits, Digits]:
     """This rank's shard of the training set, of the same size on all ranks, and the whole test set."""
     images, digits = load_digits(return_X_y=True)
     images = images.reshape(-1, 1, 8, 8).astype(np.float32) / 16
-    split = train_test_split(images, digits, test_size=0.25, random_state=0, stratify=digits)
-    train_images, test_images, train_digits, test_digits = map(torch.as_tensor, split)
-    size = len(train_digits) // hvd.size()
-    shard = slice(hvd.rank() * size, (hvd.rank() + 1) * size)
+    train_images, test_images, train_digits, test_digits = train_test_split(
+        images, digits, test_size=0.25, random_state=0, stratify=digits
+    )
+    n = len(train_digits) // size
+    shard = slice(rank * n, (rank + 1) * n)
     return Digits(train_images[shard], train_digits[shard]), Digits(test_images, test_digits)
 
 
-def make_model() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Dropout(0.25), nn.Linear(32 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10)),
-    )
+def learning_rate(step: int, steps: int) -> float:
+    """One cycle, of cosines: from 1/25 of the peak up to it in a tenth of the steps, then down to almost nothing."""
+    start, end = LEARNING_RATE / 25, LEARNING_RATE / 25e4
+    top = 0.1 * steps - 1
+    if step <= top:
+        return LEARNING_RATE + (start - LEARNING_RATE) / 2 * (1 + math.cos(math.pi * step / top))
+    return end + (LEARNING_RATE - end) / 2 * (1 + math.cos(math.pi * (step - top) / (steps - 1 - top)))
 
 
-def train(run: Run, density: float, epochs: int, training: Digits, test: Digits, advance: Callable[[], None]) -> None:
+def train(
+    run: Run, choice: Choice, framework: Framework, training: Digits, test: Digits, advance: Callable[[], None]
+) -> None:
     """Train a network and fill in `run`, the same on all ranks but for its times; call `advance` after each epoch.
 
     Raises:
         RuntimeError: the ranks have not ended with the same parameters.
     """
-    torch.manual_seed(hvd.size() * run.seed + hvd.rank())
-    model = make_model()
+    hvd = framework.hvd
+    micro = run.compression == "micro"
+    compression = hvd.MiCROCompressor(choice.density) if micro else getattr(hvd.Compression, run.compression)
+    trainer = framework.Trainer(hvd.size() * run.seed + hvd.rank(), MOMENTUM, compression)
+    dense_bytes = trainer.parameters().nbytes
+
+    def sent() -> tuple[float | None, int | None]:
+        """In the last step: the share of the gradient's elements, and the bytes that this rank handed to Horovod."""
+        if hvd.size() == 1:
+            return None, None
+        if run.compression in ("none", "fp16"):
+            return 1.0, dense_bytes // (2 if run.compression == "fp16" else 1)
+        stats = hvd.get_compressor(trainer.optimizer).stats
+        return stats.density, stats.bytes_sent
+
     batch_size = max(BATCH_SIZE // hvd.size(), 1)
     steps_per_epoch = len(training.digits) // batch_size
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM),
-        named_parameters=model.named_parameters(),
-        compression=MiCROCompressor(density) if run.compression == "micro" else getattr(Compression, run.compression),
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, epochs * steps_per_epoch, pct_start=0.1, cycle_momentum=False
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-
-    for _ in range(epochs):
-        order = torch.randperm(len(training.digits))
-        for batch in order[: steps_per_epoch * batch_size].view(-1, batch_size):
+    for _ in range(choice.epochs):
+        order = trainer.shuffled(len(training.digits))
+        for batch in order[: steps_per_epoch * batch_size].reshape(-1, batch_size):
+            rate = learning_rate(len(run.loss), choice.epochs * steps_per_epoch)
             start = time.perf_counter()
-            optimizer.zero_grad()
-            loss = cross_entropy(model(training.images[batch]), training.digits[batch])
-            loss.backward()
-            optimizer.step()
+            loss = trainer.step(training.images[batch], training.digits[batch], rate)
             run.seconds.append(time.perf_counter() - start)
-            schedule.step()
-            step_density, bytes_sent = sent(run.compression, optimizer, model)
-            run.loss.append(loss.item())
+            step_density, bytes_sent = sent()
+            run.loss.append(loss)
             run.density.append(step_density)
             run.bytes_sent.append(bytes_sent)
         advance()
-    run.loss = hvd.allreduce(torch.tensor(run.loss), name="loss").tolist()
+    run.loss = np.mean(hvd.allgather_object(run.loss, name="loss"), axis=0).tolist()
 
     if run.compression == "a2sgd":
-        get_compressor(optimizer).synchronize_parameters()
-        run.bytes_sent[-1] = sent(run.compression, optimizer, model)[1]
-    bits = parameters_to_vector(model.parameters()).detach().view(torch.int32)
-    bits_of_ranks = hvd.allgather(bits[None], name="parameters")
-    if (bits_of_ranks != bits_of_ranks[0]).any():
+        hvd.get_compressor(trainer.optimizer).synchronize_parameters()
+        run.bytes_sent[-1] = sent()[1]
+    of_ranks = hvd.allgather_object(trainer.parameters().tobytes(), name="parameters")
+    if any(of_rank != of_ranks[0] for of_rank in of_ranks):
         raise RuntimeError(f"{LABELS[run.compression]}: the ranks have not ended with the same parameters")
-
-    model.eval()
-    with torch.no_grad():
-        run.accuracy = (model(test.images).argmax(1) == test.digits).float().mean().item()
-
-
-def sent(compression: str, optimizer: Any, model: nn.Module) -> tuple[float | None, int | None]:
-    """In the last step: the share of the gradient's elements, and the bytes that this rank handed to Horovod."""
-    if hvd.size() == 1:
-        return None, None
-    if compression in ("none", "fp16"):
-        return 1.0, sum(p.numel() * (2 if compression == "fp16" else p.element_size()) for p in model.parameters())
-    stats = get_compressor(optimizer).stats
-    return stats.density, stats.bytes_sent
+    run.accuracy = float(np.mean(trainer.predict(test.images) == test.digits))
 
 
 def make_table(runs: dict[str, list[Run]]) -> Table:
@@ -185,14 +213,15 @@ def make_table(runs: dict[str, list[Run]]) -> Table:
     return table
 
 
-def make_plot(runs: dict[str, list[Run]], target: float, epochs: int) -> Figure:
+def make_plot(runs: dict[str, list[Run]], choice: Choice, ranks: int) -> Figure:
     """Loss and density over the steps: means over the seeds, the loss smoothed over an epoch."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    figure.suptitle(f"Handwritten digits on {hvd.size()} rank(s), mean of {len(next(iter(runs.values())))} seed(s)")
+    title = f"Handwritten digits in {FRAMEWORKS[choice.framework]}"
+    figure.suptitle(f"{title}, on {ranks} rank(s), mean of {len(choice.seeds)} seed(s)")
     losses, densities = figure.subplots(1, 2, sharex=True)
     for name, group in runs.items():
         loss = np.mean([run.loss for run in group], axis=0)
-        epoch = len(loss) // epochs
+        epoch = len(loss) // choice.epochs
         smooth = np.convolve(loss, np.full(epoch, 1 / epoch), "valid")
         style = {"label": LABELS[name], "linestyle": "--" if name == "fp16" else "-"}  # fp16 covers dense
         losses.plot(np.arange(epoch, len(loss) + 1), smooth, **style)
@@ -200,7 +229,7 @@ def make_plot(runs: dict[str, list[Run]], target: float, epochs: int) -> Figure:
             density = np.array([run.density for run in group], float).mean(axis=0)
             densities.plot(np.arange(1, len(density) + 1), density, **style)
     if "micro" in runs:
-        densities.axhline(target, color="black", linestyle=":", label=f"MiCRO's target: {target:g}")
+        densities.axhline(choice.density, color="black", linestyle=":", label=f"MiCRO's target: {choice.density:g}")
     losses.set(title="Loss", xlabel="step", ylabel="training loss, mean over an epoch", yscale="log")
     densities.set(
         title="Density (A2SGD sends two numbers)",
@@ -217,7 +246,7 @@ def make_plot(runs: dict[str, list[Run]], target: float, epochs: int) -> Figure:
 
 def check_density(density: float) -> float:
     try:
-        MiCROCompressor(density)
+        MiCROExchange(density, threshold="adaptive", value_dtype=None)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return density
@@ -250,6 +279,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command(help=(__doc__ or "").split("\n")[0])
 def choose(
+    framework: Annotated[Literal["torch", "tensorflow"], typer.Option(help="What to train in.")] = "torch",
     compression: Annotated[
         Literal["none", "fp16", "micro", "a2sgd", "all"], typer.Option(help="What to train with.")
     ] = "all",
@@ -264,7 +294,7 @@ def choose(
     ] = Path("results/digits.png"),
 ) -> Choice:
     compressions = list(LABELS) if compression == "all" else [compression]
-    return Choice(compressions, [0, 1, 2] if seed is None else [seed], density, epochs, results, plot)
+    return Choice(framework, compressions, [0, 1, 2] if seed is None else [seed], density, epochs, results, plot)
 
 
 def read_command_line() -> Choice | int:
@@ -277,10 +307,20 @@ def read_command_line() -> Choice | int:
     return choice
 
 
-def compare(choice: Choice) -> None:
+def load_framework() -> Framework:
+    """The one that the command line asks for: needed before all else, for Horovod comes with it."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--framework", nargs="?")
+    asked_for = parser.parse_known_args()[0].framework
+    # Any one will do for telling the others that there is no such framework.
+    module: Any = import_module(f"digits_{asked_for if asked_for in FRAMEWORKS else 'torch'}")
+    return module
+
+
+def compare(choice: Choice, framework: Framework) -> None:
     """Train with each compression and seed, and show the results."""
-    torch.set_num_threads(1)
-    training, test = load_data()
+    hvd = framework.hvd
+    training, test = load_data(hvd.rank(), hvd.size())
     runs: dict[str, list[Run]] = {compression: [] for compression in choice.compressions}
     console = Console(highlight=False, quiet=hvd.rank() > 0)
     with Progress(console=console, refresh_per_second=4) as progress:
@@ -290,30 +330,43 @@ def compare(choice: Choice) -> None:
             run = Run(compression, seed)
             title = f"{LABELS[compression]}, seed {seed}"
             progress.update(task, description=title)
-            train(run, choice.density, choice.epochs, training, test, advance=lambda: progress.advance(task))
+            train(run, choice, framework, training, test, advance=lambda: progress.advance(task))
             runs[compression].append(run)
             console.print(f"{title}: test accuracy {run.accuracy:.2%}")
     if hvd.rank() > 0:
         return
     console.print(make_table(runs))
-    make_plot(runs, choice.density, choice.epochs).savefig(choice.plot, dpi=120)
+    make_plot(runs, choice, hvd.size()).savefig(choice.plot, dpi=120)
     console.print(f"plot: {choice.plot}")
     if choice.results:
-        settings = {"ranks": hvd.size(), "density": choice.density, "epochs": choice.epochs}
+        settings = {"framework": choice.framework, "ranks": hvd.size()}
+        settings |= {"density": choice.density, "epochs": choice.epochs}
         all_runs = [asdict(run) for of_compression in runs.values() for run in of_compression]
         choice.results.write_text(json.dumps({**settings, "runs": all_runs}))
         console.print(f"figures: {choice.results}")
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # on Ctrl-C, launchers send the ranks SIGTERM
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # on Ctrl-C, launchers send the ranks SIGTERM
+        signal.signal(number, interrupt)
     try:
+        framework = load_framework()
+        hvd = framework.hvd
         hvd.init()
         choice = hvd.broadcast_object(read_command_line() if hvd.rank() == 0 else None, name="choice")
         if isinstance(choice, int):
             return choice
-        compare(choice)
-    except KeyboardInterrupt:
+        compare(choice, framework)
+    except (KeyboardInterrupt, Exception):  # where another rank has left already, Horovod fails: no news after Ctrl-C
+        if not interrupted:
+            raise
         return 130
     return 0
 
