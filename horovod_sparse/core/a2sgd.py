@@ -29,10 +29,10 @@ class SignShift:
 
     shifts: NDArray[np.float64]
 
-    def write(self, layout: FlatLayout, gradient: list[Array]) -> None:
-        """Shift the flattened tensors of `gradient` in place."""
-        for g, (up, down) in zip(gradient, self.shifts.tolist(), strict=True):
-            kernels_for(g).shift_by_sign(g, up, down)
+    def write(self, layout: FlatLayout, gradient: list[Array], out: list[Array] | None = None) -> None:
+        """Write the flattened tensors of `gradient`, shifted, to `out`, by default in their own place."""
+        for g, (up, down), target in zip(gradient, self.shifts.tolist(), out or gradient, strict=True):
+            kernels_for(g).shift_by_sign(g, up, down, target)
 
 
 class A2SGD:

@@ -41,15 +41,16 @@ class SparseUpdate:
     threshold: float
     """From what magnitude on elements were selected; 0.0 where all were."""
 
-    def write(self, layout: FlatLayout, gradient: list[Array]) -> None:
-        """Overwrite the flattened tensors of `gradient` with the update."""
+    def write(self, layout: FlatLayout, gradient: list[Array], out: list[Array] | None = None) -> None:
+        """Write the update to `out`, by default over the flattened tensors of `gradient`."""
+        targets = out or gradient
         if self.indices is None:
-            for target, source in zip(gradient, layout.split(self.values), strict=True):
+            for target, source in zip(targets, layout.split(self.values), strict=True):
                 target[:] = source
             return
         kernels = kernels_for(self.values)
         bounds = kernels.bounds(self.indices, layout.offsets)
-        for i, target in enumerate(gradient):
+        for i, target in enumerate(targets):
             part = slice(bounds[i], bounds[i + 1])
             kernels.write_sparse(target, self.indices[part] - layout.offsets[i], self.values[part])
 

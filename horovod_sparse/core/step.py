@@ -17,8 +17,8 @@ Step = Generator[Collective, Array, Result]
 class Update(Protocol):
     """What a step returns: how to turn this rank's gradient into the one to apply."""
 
-    def write(self, layout: FlatLayout, gradient: list[Array]) -> None:
-        """Overwrite the flattened tensors of `gradient` with the mean update."""
+    def write(self, layout: FlatLayout, gradient: list[Array], out: list[Array] | None = None) -> None:
+        """Write the mean update to `out`, by default over the flattened tensors of `gradient`."""
 
 
 class SettingError(ValueError):

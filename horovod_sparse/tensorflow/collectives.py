@@ -9,6 +9,7 @@ graph may run on a single thread.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -37,12 +38,26 @@ NONE = -1
 ALIGNMENT = 64
 
 
-def aligned_empty(shape: Sequence[int], dtype: str) -> NDArray[Any]:
-    """An array that TensorFlow takes over without a copy."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
+class ResultMemory:
+    """Memory for a result that TensorFlow takes over without a copy, run after run the same where that is possible.
+
+    New memory costs as much time as writing to it.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self._shape = tuple(shape)
+        self._dtype = np.dtype(dtype)
+        self._array: NDArray[Any] | None = None
+
+    def array(self) -> NDArray[Any]:
+        """An array of any values, which nobody else has."""
+        # Ours, and the argument of getrefcount: TensorFlow holds another as long as there is a tensor with this memory.
+        if self._array is None or sys.getrefcount(self._array) > 2:
+            nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+            memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+            start = -memory.ctypes.data % ALIGNMENT
+            self._array = memory[start : start + nbytes].view(self._dtype).reshape(self._shape)
+        return self._array
 
 
 class InGraph:

@@ -16,7 +16,7 @@ from horovod_sparse.core.collectives import Allreduce, Array
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange, check_present, continued
 from horovod_sparse.core.step import Step
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.collectives import InGraph, aligned_empty
+from horovod_sparse.tensorflow.collectives import InGraph, ResultMemory
 from horovod_sparse.tensorflow.order import in_program_order, is_for_session
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class Reduction:
         if is_for_session():  # which may run the exchanges of several tensors at once
             self._name += "".join(c if c.isalnum() else "_" for c in self._layout.tensors[0].name)
         self._in_graph = InGraph(self._start, self._finish, self._name, process_set)
+        self._memory = [ResultMemory(spec.shape, self._layout.dtype) for spec in self._specs]
         self._graph = tf.function(self._build, autograph=False)
         self.slot: Slot | None = None
         """That of the last run."""
@@ -203,24 +204,25 @@ class Reduction:
         slot, arrays = self.slot, self._arrays
         self._arrays = ()
         self._compressor.last = self
-        results = {spec: aligned_empty(spec.shape, self._layout.dtype) for spec in self._specs}
-        if slot and update is None:  # as Horovod would have it: a gradient that is not finite on one rank is so on all
-            for result in results.values():
+        results = [memory.array() for memory in self._memory]
+        if slot is None:
+            for result, array in zip(results, arrays, strict=True):
+                np.copyto(result, array)
+        elif update is None:  # as Horovod would have it: a gradient that is not finite on one rank is so on all
+            for result in results:
                 result.fill(np.nan)
         else:
-            for spec, array in zip(self._specs, arrays, strict=True):
-                np.copyto(results[spec], array)
+            order = sorted(range(len(arrays)), key=self._specs.__getitem__)
+            update.write(self._layout, *([each[i].reshape(-1) for i in order] for each in (arrays, results)))
         if slot:
             self._count(slot.exchange, self._in_graph.bytes_sent)
-            if update:
-                update.write(self._layout, [results[spec].reshape(-1) for spec in self._layout.tensors])
         factor = self._factor * (self._process_set.size() if slot and self._op == hvd.Sum else 1)
-        for spec, result in results.items():
+        for spec, result in zip(self._specs, results, strict=True):
             if factor != 1:
                 result *= factor
             if spec.dtype in ("float16", "bfloat16"):  # what they cannot hold becomes the largest that they can
                 np.clip(result, tf.as_dtype(spec.dtype).min, tf.as_dtype(spec.dtype).max, out=result)
-        return list(results.values())
+        return results
 
     def _averaging_due(self, key: bytes) -> bool:
         slot = self._compressor.slots.get((key, self._specs))

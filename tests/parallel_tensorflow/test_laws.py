@@ -203,6 +203,27 @@ def test_bytes_sent_is_what_horovod_was_given(compression: Any, monkeypatch: pyt
         assert compressor.stats.bytes_sent == sum(given)
 
 
+@pytest.mark.parametrize("compression", [hvd.MiCROCompressor, hvd.A2SGDCompressor])
+def test_results_of_a_step_are_the_users_to_keep(compression: Any) -> None:
+    parameters = variables()
+    compressor = compression()
+
+    @tf.function
+    def reduce(*gradients: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(p * g) for p, g in zip(parameters, gradients, strict=True)])
+        return hvd.DistributedGradientTape(tape, compression=compressor).gradient(loss, parameters)
+
+    kept = []
+    for step in range(6):
+        results = reduce(*(tf.constant(g, tf.float32) for g in gradients_of(hvd.rank(), step)))
+        copies = [np.array(g) for g in results]
+        if step % 2:
+            kept.append((results, copies))
+    for results, copies in kept:
+        assert_close(results, copies, 0, 0)
+
+
 def test_a2sgds_payload_does_not_depend_on_the_model() -> None:
     sent = []
     for size in (10, 10_000):

@@ -175,9 +175,13 @@ def test_shift_by_sign_is_exact_in_the_dtype_of_the_vector(backend, dtype, data)
     side = on(backend)
     shifted = side.array(x)
     up, down = 0.1, 0.3
-    side.kernels.shift_by_sign(shifted, up, down)
+    elsewhere = side.array(np.zeros_like(x))
+    side.kernels.shift_by_sign(shifted, up, down, elsewhere)
+    assert np.array_equal(to_numpy(shifted), x)
+    side.kernels.shift_by_sign(shifted, up, down, shifted)
     kind = x.dtype.type
-    assert np.array_equal(to_numpy(shifted), np.where(x >= 0, x + kind(up), x - kind(down)))
+    for result in (shifted, elsewhere):
+        assert np.array_equal(to_numpy(result), np.where(x >= 0, x + kind(up), x - kind(down)))
 
 
 @both_backends

@@ -92,5 +92,5 @@ def sign_sums(x: Vector) -> tuple[float, int, float, int]:
     return (float(wide[above].sum()), int(above.sum()), float(-wide[below].sum()), int(below.sum()))
 
 
-def shift_by_sign(x: Vector, up: float, down: float) -> None:
-    x.copy_(torch.where(x >= 0, x + up, x - down))
+def shift_by_sign(x: Vector, up: float, down: float, out: Vector) -> None:
+    out.copy_(torch.where(x >= 0, x + up, x - down))

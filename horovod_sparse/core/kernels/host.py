@@ -156,15 +156,15 @@ def sign_sums(x: Vector) -> tuple[float, int, float, int]:
 
 
 @njit(cache=True, nogil=True)
-def _shift(x, up, down):  # type: ignore[no-untyped-def]
+def _shift(x, up, down, out):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        x[i] += up if x[i] >= 0 else -down
+        out[i] = x[i] + (up if x[i] >= 0 else -down)
 
 
-def shift_by_sign(x: Vector, up: float, down: float) -> None:
-    """x += up where x >= 0, x -= down elsewhere."""
+def shift_by_sign(x: Vector, up: float, down: float, out: Vector) -> None:
+    """out = x + up where x >= 0, x - down elsewhere; `out` may be `x`."""
     if x.itemsize < 4:  # numba has no arithmetic for these
-        x[:] = np.where(x >= 0, x.astype(np.float32) + up, x.astype(np.float32) - down)
+        out[:] = np.where(x >= 0, x.astype(np.float32) + up, x.astype(np.float32) - down)
         return
     kind = x.dtype.type
-    _shift(x, kind(up), kind(down))
+    _shift(x, kind(up), kind(down), out)
