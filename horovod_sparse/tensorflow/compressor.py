@@ -32,6 +32,7 @@ from horovod_sparse.core.exchange import A2SGDExchange, Exchange
 from horovod_sparse.core.step import Step
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.caller import Call, find_call
+from horovod_sparse.tensorflow.order import is_for_session
 from horovod_sparse.tensorflow.reduction import Reduction, Slot
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
@@ -71,6 +72,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._trained: dict[tuple[int, ...], Trained] = {}
         self._models: weakref.WeakKeyDictionary[Any, Parts] = weakref.WeakKeyDictionary()
         self._met: set[Any] = set()  # the process sets whose ranks are known to have the same settings
+        self._mortal: set[Any] = set()  # the slots' keys that are forgotten with their variables
         self.last: Reduction | None = None  # the last one that ran
         self._group: list[tuple[Any, Any]] = []
 
@@ -232,7 +234,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 raise ValueError(f"{spec}: {method} compresses {', '.join(FLOATING)}")
         alone = not call.process_set.included() or call.process_set.size() == 1
         if not specs or (alone and not _elastic()):
-            return list(call.tensors)
+            return [tensor if call.factor == 1 else tensor * call.factor for tensor in call.tensors]
         kind = (specs, call.process_set, call.op, call.factor)
         if kind not in self._reductions:
             self._reductions[kind] = Reduction(self, *kind)
@@ -242,12 +244,36 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         key = key_of(call.variables, call.name or call.place)
         first = None
         if all(v is not None for v in call.variables):
-            first = self._before_reduction(reduction, key, [tf_variable(v) for v in call.variables])
+            variables = [tf_variable(v) for v in call.variables]
+            self._forget_with(variables, specs)
+            first = self._before_reduction(reduction, key, variables)
         with tf.control_dependencies([] if first is None else [first]):
             return reduction(key, call.tensors)
 
+    def _forget_with(self, variables: list[Any], specs: tuple[TensorSpec, ...]) -> None:
+        """Keep the state of these variables no longer than they live."""
+        if is_for_session():
+            return
+        with tf.init_scope():
+            key = key_of(variables).numpy()
+        if (key, specs) not in self._mortal:
+            self._mortal.add((key, specs))
+            weakref.finalize(variables[0], _forget, weakref.ref(self), key, specs)
+
     def _before_reduction(self, reduction: Reduction, key: Any, variables: list[Any]) -> Any:
         """What has to be done before the gradients of these variables are reduced: an operation, or None."""
+
+
+def _forget(compressor_ref: weakref.ref[SparseCompressor], key: bytes, specs: tuple[TensorSpec, ...]) -> None:
+    compressor = compressor_ref()
+    if compressor:
+        compressor.slots.pop((key, specs), None)
+        compressor._mortal.discard((key, specs))
+        if not any(specs == others for _, others in compressor._mortal):
+            for kind in [kind for kind in compressor._reductions if kind[0] == specs]:
+                del compressor._reductions[kind]
+        for ids in [ids for ids, trained in compressor._trained.items() if trained.variables[0]() is None]:
+            del compressor._trained[ids]
 
 
 class MiCROCompressor(MiCROSettings, SparseCompressor):
@@ -264,6 +290,7 @@ class A2SGDCompressor(A2SGDSettings, SparseCompressor):
         """Whether the last step was one of each `sync_every`, and the parameters have not been averaged since."""
         return any(exchange.averaging_due for exchange in self._exchanges() if isinstance(exchange, A2SGDExchange))
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def synchronize_parameters(self, variables: Sequence[Any] | None = None) -> None:
         """Average the parameters over the ranks: bitwise the same on all of them afterwards. To be called on all.
 
@@ -282,7 +309,6 @@ class A2SGDCompressor(A2SGDSettings, SparseCompressor):
             sets = [(reduction, list(call.tensors))]
         else:
             sets = [(trained.reduction, [v() for v in trained.variables]) for trained in self._trained.values()]
-            sets = [(reduction, of_set) for reduction, of_set in sets if all(v is not None for v in of_set)]
             if len(sets) < len(self.slots) or not sets:
                 raise RuntimeError(
                     "synchronize_parameters() does not know all parameters: call it after the first step, or as "

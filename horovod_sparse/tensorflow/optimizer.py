@@ -34,6 +34,7 @@ def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
     names = ("sparse_as_dense", "op", "gradient_predivide_factor", "process_set")
     reducer = Reducer("DistributedOptimizer", compression, **{name: options[name] for name in names if name in options})
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def allreduce_grads(grads: Any, vars: Any = None, use_generic_names: bool = False) -> list[Any]:
         return reducer(list(grads), list(vars), generic=use_generic_names)
 

@@ -161,7 +161,8 @@ class Reduction:
     def _build(self, key: Any, tensors: list[Any]) -> list[Any]:
         in_program_order()
         accumulated = [tf.cast(tensor, self._layout.dtype) for tensor in tensors]
-        results = self._in_graph([key, *accumulated], [self._layout.dtype] * len(tensors))
+        with tf.device("/cpu:0"):
+            results = self._in_graph([key, *accumulated], [self._layout.dtype] * len(tensors))
         for result, spec in zip(results, self._specs, strict=True):
             result.set_shape(spec.shape)
         return [tf.cast(result, spec.dtype) for result, spec in zip(results, self._specs, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,17 @@ def test_two_models_of_one_shape_do_not_share_a_residual(compression: Any, funct
             assert_close(third.parameters, alone.parameters, 0, 0)
 
 
+@in_functions
+def test_state_is_kept_no_longer_than_the_variables(function: Callable[..., Any]) -> None:
+    compressor = hvd.A2SGDCompressor(sync_every=2)
+    for _ in range(3):
+        train(MLP(), hvd.DistributedGradientTape, function, compressor, hvd.rank())
+        gc.collect()
+    assert not compressor.slots
+    assert not compressor._reductions
+    assert not compressor._trained
+
+
 def test_state_survives_another_trace() -> None:
     model, compressor = MLP(), hvd.MiCROCompressor(density=0.05)
     for _ in range(3):  # a new function each, with two traces
@@ -278,6 +290,10 @@ def test_allreduce_multiplies_as_it_is_told_and_leaves_what_is_not_a_gradient() 
     np.testing.assert_allclose(hvd.allreduce(x, name="y", op=hvd.Sum, compression=compressor), hvd.size() * mean)
     whole = hvd.allreduce(tf.range(2000), op=hvd.Sum, name="z", compression=compressor)
     np.testing.assert_array_equal(whole, hvd.size() * np.arange(2000))
+    alone = hvd.add_process_set([0]), hvd.add_process_set([hvd.size() - 1])
+    np.testing.assert_allclose(hvd.allreduce(x, name="w", process_set=alone[hvd.rank() > 0], **kwargs), 6 * x)
+    for process_set in alone:
+        hvd.remove_process_set(process_set)
     grouped = hvd.grouped_allreduce([x, tf.ones(3)], name="g", compression=compressor)
     assert_close(grouped, [np.full(2000, mean), np.ones(3)])
 
