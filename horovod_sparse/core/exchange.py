@@ -37,6 +37,7 @@ class Exchange:
     Attributes:
         method: its name.
         settings: what it was made with, which has to be the same on all ranks.
+        circumstances: what else a front end wants to be the same on all ranks, by name.
         stats: figures of the last step; None before the first.
     """
 
@@ -44,6 +45,7 @@ class Exchange:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
+        self.circumstances: Mapping[str, Any] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -148,7 +150,8 @@ class Exchange:
                 self.note(f"the loaded state does not fit: {error}")
 
     def _notes(self, specs: Sequence[TensorSpec], algorithm: Any) -> Notes:
-        notes = {"problem": self.problem, "method": self.method, "settings": self.settings, "tensors": specs}
+        settings = {**self.settings, **self.circumstances}
+        notes = {"problem": self.problem, "method": self.method, "settings": settings, "tensors": specs}
         return {**notes, **self._state_notes(algorithm)} if algorithm else notes
 
     def _state_notes(self, algorithm: Any) -> Notes:

@@ -15,6 +15,13 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+# Horovod's functions, each with an argument that tells it from a function of the user's with the same name.
+ARGUMENTS = {
+    "allreduce": "postscale_factor",
+    "grouped_allreduce": "postscale_factor",
+    "allreduce_grads": "use_generic_names",
+}
+
 
 class Call(NamedTuple):
     """What is to be reduced, and how."""
@@ -42,8 +49,9 @@ def find_call(tensor: Any) -> Call:
         ValueError: `compress` was not called by one of Horovod's allreduce functions.
     """
     frames = [(frame, frame.f_code.co_name.removeprefix("tf__")) for frame in _frames()]
+    frames = [(frame, function) for frame, function in frames if ARGUMENTS.get(function, ...) in frame.f_locals]
     allreduce = next((f for f, function in frames if function in ("allreduce", "grouped_allreduce")), None)
-    if allreduce is None or "compression" not in allreduce.f_locals:
+    if allreduce is None:
         raise ValueError(
             "MiCRO and A2SGD reduce gradients: pass them as compression= to DistributedOptimizer, to "
             "DistributedGradientTape, or to hvd.allreduce; for other operations use compression=hvd.Compression.fp16"

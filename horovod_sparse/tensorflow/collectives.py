@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from horovod_sparse.core.collectives import Allgather, Allreduce, Array
 from horovod_sparse.core.step import Step
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.graphs import weakly
 
 # All operations that a step may ask for. What comes first in a step has a name of its own: its size seldom changes,
 # and Horovod negotiates that faster. Ranks that do not ask for the same first get an error from Horovod, for one name
@@ -92,7 +93,7 @@ class InGraph:
         shapes = [tf.TensorShape([]), tf.TensorShape([None])]  # a number, and some bytes
 
         def call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-            state = tf.numpy_function(function, inputs, [tf.int32, tf.uint8])
+            state = tf.numpy_function(weakly(function), inputs, [tf.int32, tf.uint8])
             return [tf.ensure_shape(tensor, shape) for tensor, shape in zip(state, shapes, strict=True)]
 
         def go_on(number: Any, payload: Any) -> Any:
@@ -107,7 +108,7 @@ class InGraph:
             parallel_iterations=1,
         )
         with tf.control_dependencies([number]):
-            return tf.numpy_function(self._end, [], list(dtypes))  # type: ignore[no-any-return]
+            return tf.numpy_function(weakly(self._end), [], list(dtypes))  # type: ignore[no-any-return]
 
     def _collective(self, when: str, kind: type, dtype: np.dtype[Any], payload: Any) -> Any:
         """The answer to a request, as bytes."""

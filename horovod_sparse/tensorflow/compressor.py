@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +32,10 @@ from horovod_sparse.core.collectives import Array
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange
 from horovod_sparse.core.step import Step
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.averaging import average
 from horovod_sparse.tensorflow.caller import Call, find_call
-from horovod_sparse.tensorflow.order import is_for_session
-from horovod_sparse.tensorflow.reduction import Reduction, Slot
+from horovod_sparse.tensorflow.graphs import is_for_session
+from horovod_sparse.tensorflow.reduction import Reduction, Slot, count
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
@@ -45,7 +47,10 @@ class Trained(NamedTuple):
     """Variables whose gradients are reduced together."""
 
     reduction: Reduction
+    process_set: Any
     variables: list[weakref.ref[Any]]
+    slot: Any
+    """The key of their slot."""
 
 
 class Parts(NamedTuple):
@@ -72,6 +77,8 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._trained: dict[tuple[int, ...], Trained] = {}
         self._models: weakref.WeakKeyDictionary[Any, Parts] = weakref.WeakKeyDictionary()
         self._met: set[Any] = set()  # the process sets whose ranks are known to have the same settings
+        self._process_set: Any = hvd.global_process_set  # the last one
+        self._warned: set[str] = set()
         self._mortal: set[Any] = set()  # the slots' keys that are forgotten with their variables
         self.last: Reduction | None = None  # the last one that ran
         self._group: list[tuple[Any, Any]] = []
@@ -179,10 +186,10 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             self.slots[key, specs] = Slot(exchange, specs, process_set)
         return self.slots[key, specs]
 
-    def step(self, slot: Slot, gradient: dict[TensorSpec, Array], process_set: Any) -> Step[Any]:
+    def step(self, slot: Slot, gradient: dict[TensorSpec, Array], how: dict[str, Any], process_set: Any) -> Step[Any]:
         """One step of a set of tensors. Before the first of all, the ranks compare notes."""
         meet = process_set not in self._met
-        update = yield from slot.step(gradient, meet, process_set.rank(), process_set.size())
+        update = yield from slot.step(gradient, how, meet, process_set.rank(), process_set.size())
         self._met.add(process_set)
         return update
 
@@ -232,6 +239,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         for spec in specs:
             if spec.dtype not in FLOATING:
                 raise ValueError(f"{spec}: {method} compresses {', '.join(FLOATING)}")
+        self._process_set = call.process_set
         alone = not call.process_set.included() or call.process_set.size() == 1
         if not specs or (alone and not _elastic()):
             return [tensor if call.factor == 1 else tensor * call.factor for tensor in call.tensors]
@@ -241,26 +249,35 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         reduction = self._reductions[kind]
         if call.graph is not None and reduction not in self._parts(call.graph).reductions:
             self._parts(call.graph).reductions.append(reduction)
+        if not call.name and any(v is None for v in call.variables):
+            self._warn_of_no_name(call.place)
         key = key_of(call.variables, call.name or call.place)
         first = None
         if all(v is not None for v in call.variables):
             variables = [tf_variable(v) for v in call.variables]
-            self._forget_with(variables, specs)
-            first = self._before_reduction(reduction, key, variables)
+            trained = Trained(
+                reduction, call.process_set, [*map(weakref.ref, variables)], self._slot_key(variables, specs)
+            )
+            self._trained[tuple(map(id, variables))] = trained
+            first = self._before_reduction(trained, key, variables)
         with tf.control_dependencies([] if first is None else [first]):
             return reduction(key, call.tensors)
 
-    def _forget_with(self, variables: list[Any], specs: tuple[TensorSpec, ...]) -> None:
-        """Keep the state of these variables no longer than they live."""
+    def _warn_of_no_name(self, place: str) -> None:
+        """Called where a tensor is told from others only by the place that reduces it."""
+
+    def _slot_key(self, variables: list[Any], specs: tuple[TensorSpec, ...]) -> Any:
+        """The key of these variables' slot, which is forgotten with them; None for variables of TensorFlow 1."""
         if is_for_session():
-            return
+            return None
         with tf.init_scope():
             key = key_of(variables).numpy()
         if (key, specs) not in self._mortal:
             self._mortal.add((key, specs))
             weakref.finalize(variables[0], _forget, weakref.ref(self), key, specs)
+        return key, specs
 
-    def _before_reduction(self, reduction: Reduction, key: Any, variables: list[Any]) -> Any:
+    def _before_reduction(self, trained: Trained, key: Any, variables: list[Any]) -> Any:
         """What has to be done before the gradients of these variables are reduced: an operation, or None."""
 
 
@@ -271,7 +288,7 @@ def _forget(compressor_ref: weakref.ref[SparseCompressor], key: bytes, specs: tu
         compressor._mortal.discard((key, specs))
         if not any(specs == others for _, others in compressor._mortal):
             for kind in [kind for kind in compressor._reductions if kind[0] == specs]:
-                del compressor._reductions[kind]
+                compressor._reductions.pop(kind).release()
         for ids in [ids for ids, trained in compressor._trained.items() if trained.variables[0]() is None]:
             del compressor._trained[ids]
 
@@ -280,6 +297,15 @@ class MiCROCompressor(MiCROSettings, SparseCompressor):
     __doc__ = MiCROSettings.__doc__
 
     small = SMALL
+
+    def _warn_of_no_name(self, place: str) -> None:
+        if place not in self._warned:
+            self._warned.add(place)
+            warnings.warn(
+                f"hvd.allreduce(..., compression=MiCROCompressor) without name=, at {place.split()[0]}: all tensors of "
+                "this shape that are reduced there share what MiCRO holds back. Give each tensor a name of its own",
+                stacklevel=2,
+            )
 
 
 class A2SGDCompressor(A2SGDSettings, SparseCompressor):
@@ -300,33 +326,45 @@ class A2SGDCompressor(A2SGDSettings, SparseCompressor):
         Raises:
             RuntimeError: the parameters are not known.
         """
-        if not _elastic() and hvd.size() == 1:
-            return
-        if variables is not None:
-            call = Call([tf_variable(v) for v in variables], variables, hvd.Average, hvd.global_process_set)
-            known = self._trained.get(tuple(map(id, call.tensors)))
-            reduction = known.reduction if known else Reduction(self, specs_of(call), call.process_set, call.op, 1.0)
-            sets = [(reduction, list(call.tensors))]
-        else:
-            sets = [(trained.reduction, [v() for v in trained.variables]) for trained in self._trained.values()]
-            if len(sets) < len(self.slots) or not sets:
+        every = list(self._trained.values())
+        if variables is None:
+            if not every or len(every) < len(self.slots):
+                if not _elastic() and hvd.size() == 1:
+                    return
                 raise RuntimeError(
                     "synchronize_parameters() does not know all parameters: call it after the first step, or as "
                     "synchronize_parameters(model.trainable_variables)"
                 )
-        for reduction, of_set in sets:
-            reduction.average(key_of(of_set), of_set, if_due=False)
+            given = [v() for trained in every for v in trained.variables if v() is not None]
+        else:
+            given = [tf_variable(v) for v in variables]
+        ids = set(map(id, given))
+        among = [trained for trained in every if ids.issuperset(id(v()) for v in trained.variables)]
+        of_set: dict[Any, list[Any]] = {}
+        for variable in {id(v): v for v in given}.values():
+            sets = [t.process_set for t in every if any(v() is variable for v in t.variables)]
+            of_set.setdefault(sets[0] if sets else self._process_set, []).append(variable)
+        for process_set, members in of_set.items():
+            if process_set.included() and process_set.size() > 1:
+                average(members, process_set, self._count)
+        for trained in among:
+            slot = self.slots.get(trained.slot)
+            if slot and isinstance(slot.exchange, A2SGDExchange):
+                slot.exchange.averaging_due = False
+
+    def _count(self, nbytes: int) -> None:
+        if self.last and self.last.slot:
+            count(self.last.slot.exchange, nbytes)
 
     def average_if_due(self, variables: Sequence[Any]) -> None:
         variables = [tf_variable(v) for v in variables]
         known = self._trained.get(tuple(map(id, variables)))
         if known:
-            known.reduction.average(key_of(variables), variables, if_due=True)
+            known.reduction.average_if_due(key_of(variables), variables)
 
-    def _before_reduction(self, reduction: Reduction, key: Any, variables: list[Any]) -> Any:
-        self._trained[tuple(map(id, variables))] = Trained(reduction, [weakref.ref(v) for v in variables])
+    def _before_reduction(self, trained: Trained, key: Any, variables: list[Any]) -> Any:
         # Still due if nobody has averaged them since the last step was applied.
-        return reduction.average(key, variables, if_due=True)
+        return trained.reduction.average_if_due(key, variables)
 
 
 _defaults: dict[type, SparseCompressor] = {}
@@ -352,7 +390,9 @@ def tf_variable(variable: Any) -> Any:
 
 
 def name_of(variable: Any) -> str:
-    """The variable's name, with all of its path."""
+    """The variable's name, with all of its path; "tensor" for a tensor that a tape watches."""
+    if isinstance(variable, tf.Tensor):
+        return "tensor"
     return str(getattr(variable, "path", variable.name)).removesuffix(":0")
 
 

@@ -13,11 +13,12 @@ import tensorflow as tf
 
 from horovod_sparse.core import FlatLayout, TensorSpec
 from horovod_sparse.core.collectives import Allreduce, Array
-from horovod_sparse.core.exchange import A2SGDExchange, Exchange, check_present, continued
+from horovod_sparse.core.exchange import A2SGDExchange, Exchange, continued
 from horovod_sparse.core.step import Step
 from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow.averaging import average
 from horovod_sparse.tensorflow.collectives import InGraph, ResultMemory
-from horovod_sparse.tensorflow.order import in_program_order, is_for_session
+from horovod_sparse.tensorflow.graphs import in_program_order, is_for_session, keep_while_traced_graphs_live, weakly
 
 if TYPE_CHECKING:
     from horovod_sparse.tensorflow.compressor import SparseCompressor
@@ -57,20 +58,25 @@ class Slot:
     def __init__(self, exchange: Exchange, specs: Sequence[TensorSpec], process_set: Any) -> None:
         self.exchange = exchange
         self._kind = (process_set.process_set_id, tuple(sorted(specs)))
+        self._how: dict[str, Any] = {}
         self._order: int | None = None  # among the slots of this kind, once it has taken a step
 
     def _identity(self) -> list[int]:
         """Bits that are different, in all likelihood, for different tensors."""
         order = _slots[self._kind] if self._order is None else self._order
-        return [(crc32(repr((self._kind, order)).encode()) >> i) & 1 for i in range(IDENTITY_BITS)]
+        return [(crc32(repr((self._kind, order, self._how)).encode()) >> i) & 1 for i in range(IDENTITY_BITS)]
 
-    def step(self, gradient: dict[TensorSpec, Array], meet: bool, rank: int, world_size: int) -> Step[Any]:
+    def step(
+        self, gradient: dict[TensorSpec, Array], how: dict[str, Any], meet: bool, rank: int, world_size: int
+    ) -> Step[Any]:
         """One step. In its first round it finds out whether all ranks step the same tensors.
 
         Args:
             gradient, rank, world_size: as for `Exchange.step`.
+            how: what else has to be the same on all ranks.
             meet: compare notes with the other ranks before anything else.
         """
+        self.exchange.circumstances = self._how = how
         try:
             if meet:
                 yield from self.exchange.meet(sorted(gradient))
@@ -131,6 +137,7 @@ class Reduction:
             key: a string tensor that tells these tensors from others of the same specs.
             tensors: in the order of `specs`.
         """
+        keep_while_traced_graphs_live(self)
         try:
             return self._graph(key, list(tensors))  # type: ignore[no-any-return]
         except tf.errors.OpError:
@@ -138,23 +145,26 @@ class Reduction:
                 raise self._in_graph.error from None
             raise
 
-    def average(self, key: Any, variables: Sequence[tf.Variable], if_due: bool) -> Any:
-        """Average variables over the ranks: bitwise the same on all of them afterwards.
+    def release(self) -> None:
+        """Free the memory, of which this holds as much as the variables had: TensorFlow keeps some graphs for ever."""
+        self._memory = [ResultMemory(spec.shape, self._layout.dtype) for spec in self._specs]
+        self.slot = None
+
+    def average_if_due(self, key: Any, variables: Sequence[tf.Variable]) -> Any:
+        """Average these tensors' variables over the ranks, if the last step was one after which to do it.
 
         Returns:
-            None; or, while a graph is traced, the operation that does it.
+            The operation that does it; None eagerly, where it has been done.
         """
-        if not tf.executing_eagerly():
-            return self._build_averaging(key, variables, if_due)
-        if not if_due or self._averaging_due(key.numpy()):
-            self._average_now(key, variables)
-        return None
+        keep_while_traced_graphs_live(self)
 
-    def _average_now(self, key: Any, variables: Sequence[tf.Variable]) -> None:
-        def average() -> None:
-            self._build_averaging(key, variables, if_due=False)
+        def now() -> Any:
+            return average(variables, self._process_set, weakly(self._averaged), [key])
 
-        tf.function(average, autograph=False)()
+        if tf.executing_eagerly():
+            return now() if self._averaging_due(key.numpy()) else None
+        due = tf.numpy_function(weakly(self._averaging_due), [key], tf.bool)
+        return tf.cond(tf.ensure_shape(due, []), now, lambda: tf.constant(0.0))
 
     # While a graph is traced
 
@@ -167,28 +177,6 @@ class Reduction:
             result.set_shape(spec.shape)
         return [tf.cast(result, spec.dtype) for result, spec in zip(results, self._specs, strict=True)]
 
-    def _build_averaging(self, key: Any, variables: Sequence[tf.Variable], if_due: bool) -> Any:
-        def average() -> Any:
-            in_program_order()
-            options = {"ignore_name_scope": True, "process_set": self._process_set}
-            # No constant: TensorFlow computes what depends on constants alone in advance, with Horovod's operations.
-            one = tf.ensure_shape(tf.numpy_function(lambda: np.ones(1, np.float32), [], tf.float32), [1])
-            present = hvd.allreduce(one, op=hvd.Sum, name=f"{self._name}.present", **options)
-            assignments = []
-            with tf.control_dependencies([tf.numpy_function(self._averaged, [key, present], tf.int32)]):
-                for i, variable in enumerate(variables):
-                    # 16 bits are few for a sum.
-                    wide = tf.float32 if variable.dtype.size < 4 else variable.dtype
-                    value = tf.cast(variable.read_value(), wide)
-                    mean = hvd.allreduce(value, op=hvd.Average, name=f"{self._name}.average.{i}", **options)
-                    assignments.append(variable.assign(tf.cast(mean, variable.dtype)))
-            return tf.group(*assignments)
-
-        if not if_due:
-            return average()
-        due = tf.numpy_function(lambda key: np.bool_(self._averaging_due(key)), [key], tf.bool)
-        return tf.cond(tf.ensure_shape(due, []), average, tf.no_op)
-
     # When it runs
 
     def _start(self, key: bytes, *arrays: Array) -> Step[Any]:
@@ -196,9 +184,10 @@ class Reduction:
         self.slot = None
         if not self._process_set.included() or self._process_set.size() == 1:
             return _nothing()
-        self.slot = self._compressor.slot(key, self._specs, self._process_set)
+        self.slot = self._compressor.slot(as_bytes(key), self._specs, self._process_set)
         gradient = {spec: array.reshape(-1) for spec, array in zip(self._specs, arrays, strict=True)}
-        return self._compressor.step(self.slot, gradient, self._process_set)
+        how = {"op": "Sum" if self._op == hvd.Sum else "Average", "factor": self._factor}
+        return self._compressor.step(self.slot, gradient, how, self._process_set)
 
     def _finish(self, update: Any) -> list[Array]:
         """The gradients to apply."""
@@ -216,7 +205,7 @@ class Reduction:
             order = sorted(range(len(arrays)), key=self._specs.__getitem__)
             update.write(self._layout, *([each[i].reshape(-1) for i in order] for each in (arrays, results)))
         if slot:
-            self._count(slot.exchange, self._in_graph.bytes_sent)
+            count(slot.exchange, self._in_graph.bytes_sent)
         factor = self._factor * (self._process_set.size() if slot and self._op == hvd.Sum else 1)
         for spec, result in zip(self._specs, results, strict=True):
             if factor != 1:
@@ -225,24 +214,30 @@ class Reduction:
                 np.clip(result, tf.as_dtype(spec.dtype).min, tf.as_dtype(spec.dtype).max, out=result)
         return results
 
-    def _averaging_due(self, key: bytes) -> bool:
-        slot = self._compressor.slots.get((key, self._specs))
-        return slot is not None and isinstance(slot.exchange, A2SGDExchange) and slot.exchange.averaging_due
+    def _averaging_due(self, key: bytes) -> Any:
+        exchange = self._exchange_of(key)
+        return np.bool_(exchange is not None and exchange.averaging_due)
 
-    def _averaged(self, key: bytes, present: Array) -> Any:
-        check_present(float(present[0]), self._process_set.size())
-        slot = self._compressor.slots.get((key, self._specs))
-        if slot and isinstance(slot.exchange, A2SGDExchange):
-            slot.exchange.averaging_due = False
-            nbytes = sum(spec.numel * max(tf.as_dtype(spec.dtype).size, 4) for spec in self._specs)
-            self._count(slot.exchange, present.nbytes + nbytes)
-        return np.int32(0)
+    def _averaged(self, key: bytes, nbytes: int) -> None:
+        exchange = self._exchange_of(key)
+        if exchange:
+            exchange.averaging_due = False
+            count(exchange, nbytes)
 
-    @staticmethod
-    def _count(exchange: Exchange, nbytes: int) -> None:
-        """Add what was sent to the last step's figures."""
-        if exchange.stats:
-            exchange.stats = exchange.stats._replace(bytes_sent=exchange.stats.bytes_sent + nbytes)
+    def _exchange_of(self, key: bytes) -> A2SGDExchange | None:
+        slot = self._compressor.slots.get((as_bytes(key), self._specs))
+        return slot.exchange if slot and isinstance(slot.exchange, A2SGDExchange) else None
+
+
+def count(exchange: Exchange, nbytes: int) -> None:
+    """Add what was sent to the figures of the last step."""
+    if exchange.stats:
+        exchange.stats = exchange.stats._replace(bytes_sent=exchange.stats.bytes_sent + nbytes)
+
+
+def as_bytes(key: Any) -> bytes:
+    """A key, in whatever form TensorFlow hands it to Python."""
+    return key if isinstance(key, bytes) else bytes(np.asarray(key).item())
 
 
 def _nothing() -> Step[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as stock
@@ -123,6 +124,22 @@ def test_settings_that_differ(wrap: Any, setting: str, make: Callable[[], Any]) 
     parameters, compressor = variables((40, 50)), make()
     message = error_on_all_ranks(lambda: reduce(parameters, gradients(parameters), compressor, wrap))
     assert f"the ranks disagree: {setting} is" in message
+
+
+@both
+def test_operations_that_differ(compression: Any) -> None:
+    """From the beginning, and later."""
+    for after in (0, 2):
+        parameters, compressor = variables(), compression()
+
+        def step(op: Any, parameters: Any = parameters, compressor: Any = compressor) -> None:
+            wrap = partial(hvd.DistributedGradientTape, op=op)
+            reduce(parameters, gradients(parameters), compressor, wrap)
+
+        for _ in range(after):
+            step(hvd.Average)
+        message = error_on_all_ranks(lambda step=step: step(hvd.Sum if hvd.rank() == LAST else hvd.Average))
+        assert "op is 'Average' on rank 0, but 'Sum'" in message
 
 
 SHAPES: dict[str, Callable[[], list[tuple[int, ...]]]] = {

@@ -3,9 +3,12 @@ latter, which is all that it works with."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import horovod.tensorflow.keras as stock
@@ -464,6 +467,53 @@ def test_synchronize_parameters_callback() -> None:
     assert equal == [True, True]
 
 
+@pytest.mark.parametrize("make", [hvd.DistributedOptimizer, *([stock.DistributedOptimizer] if LEGACY else [])])
+def test_synchronize_parameters_callback_takes_over_the_averaging(make: Callable[..., Any]) -> None:
+    """Of all trainable variables, but for those that a rank keeps to itself, and with those that are not reduced."""
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((4,), dtype="int32"), layers.Embedding(30, 8), layers.Flatten()])
+    model.add(layers.Dense(200))
+    model.add(layers.Dense(10))
+    compressor = hvd.A2SGDCompressor(sync_every=2)
+    optimizer = make(sgd(), compression=compressor)
+    own = model.layers[-1].bias
+    optimizer.register_local_var(own)
+    model.compile(optimizer, loss_function)
+    words = np.random.default_rng(hvd.rank()).integers(0, 30, (64, 4))
+    callback = hvd.callbacks.SynchronizeParametersCallback()
+    model.fit(words, words[:, 0] % 10, batch_size=16, shuffle=False, verbose=0, callbacks=[callback])
+    assert not compressor.averaging_due
+    assert not same_on_all_ranks([own])
+    assert same_on_all_ranks(v for v in model.trainable_variables if v is not own)
+    averaged = sum(int(np.prod(v.shape)) for v in model.trainable_variables if v is not own)
+    assert compressor.stats.bytes_sent >= 4 * averaged
+
+
+def test_functions_run_eagerly() -> None:
+    tf.config.run_functions_eagerly(True)
+    try:
+        for compression in (hvd.MiCROCompressor(density=1.0), hvd.A2SGDCompressor(sync_every=STEPS)):
+            model = keras_model()
+            by_fit(model, hvd.DistributedOptimizer(sgd(), compression=compression), hvd.rank())
+            assert same_on_all_ranks(model.get_weights())
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+def test_memory_of_models_that_are_gone() -> None:
+    """Keras keeps some graphs for ever; what they call must not hold what is as large as the model."""
+    model = keras_model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression=hvd.MiCROCompressor)
+    by_fit(model, optimizer, hvd.rank())
+    (slot,) = hvd.get_compressor(optimizer).slots.values()
+    residual = weakref.ref(slot.exchange.algorithm.residual)
+    assert residual() is not None
+    del model, optimizer, slot
+    gc.collect()
+    assert residual() is None
+
+
 # Models on disk
 
 
@@ -512,6 +562,31 @@ def test_function_that_xla_compiles() -> None:
     optimizer = hvd.DistributedOptimizer(sgd(), compression=hvd.MiCROCompressor)
     with pytest.raises(ValueError, match="jit_compile=False"):
         fit(keras_model(), optimizer, hvd.rank(), jit_compile=True)
+
+
+@pytest.mark.skipif(LEGACY, reason="Keras 3 alone compiles with XLA unasked")
+def test_xla_is_turned_off_where_keras_would_use_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is where it sees a GPU."""
+    devices = tf.config.list_physical_devices()
+    gpu = SimpleNamespace(device_type="GPU", name="/physical_device:GPU:0")
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: [*devices, gpu])
+    for compression in (hvd.Compression.none, hvd.MiCROCompressor):
+        model = keras_model()
+        with pytest.warns(UserWarning, match="jit_compile=False"):
+            fit(model, hvd.DistributedOptimizer(sgd(), compression=compression), hvd.rank())
+        assert same_on_all_ranks(model.get_weights())
+    plain = keras_model()
+    plain.compile(sgd(), loss_function)
+    assert plain.jit_compile
+
+
+def test_optimizer_made_from_the_config_of_ours_is_distributed() -> None:
+    optimizer = hvd.DistributedOptimizer(sgd(momentum=0.9), compression=hvd.MiCROCompressor)
+    again = type(optimizer).from_config(optimizer.get_config())
+    model = keras_model()
+    by_fit(model, again, hvd.rank())
+    assert same_on_all_ranks(model.get_weights())
+    assert hvd.get_compressor(again).stats.step == STEPS
 
 
 def test_optimizer_wrapped_twice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -253,7 +254,7 @@ def test_variables_of_one_name() -> None:
 @in_functions
 @pytest.mark.parametrize("named", [False, True])
 def test_allreduce_of_a_tensor(named: bool, function: Callable[..., Any]) -> None:
-    """Twice in a step, tensors of the same shape: each has a residual of its own."""
+    """Twice in a step, tensors of the same shape, in two lines: each has a residual of its own."""
     compressor = hvd.MiCROCompressor(density=0.02)
     shape = (40, 50)
 
@@ -279,6 +280,41 @@ def test_allreduce_of_a_tensor(named: bool, function: Callable[..., Any]) -> Non
         (residual,) = states[i]["residual"].values()
         held_back = stock.allreduce(tf.constant(residual), name=f"test.{i}").numpy()
         np.testing.assert_allclose(applied[i] + held_back, wanted[i], rtol=0, atol=1e-10)
+
+
+def test_allreduce_in_functions_of_the_users_with_horovods_names() -> None:
+    compressor = hvd.MiCROCompressor(density=1.0)
+
+    def allreduce_grads(grads: Any) -> list[Any]:
+        return [hvd.allreduce(g, compression=compressor, name=f"test.{i}") for i, g in enumerate(grads)]
+
+    def grouped_allreduce(tensors: Any) -> list[Any]:
+        return allreduce_grads(tensors)
+
+    x = tf.ones(2000)
+    assert_close(grouped_allreduce([x, 2 * x]), [x, 2 * x])
+
+
+def test_allreduce_without_a_name_warns() -> None:
+    compressor = hvd.MiCROCompressor()
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                hvd.allreduce(tf.ones(2000), compression=compressor)
+        messages = [str(warning.message) for warning in caught]
+        assert len([message for message in messages if "without name=" in message]) <= 1
+        hvd.allreduce(tf.ones(2000), compression=compressor, name="test.named")
+    assert "without name=" in messages[0] if messages else True
+
+
+def test_watched_tensor_as_a_source() -> None:
+    x, v = tf.ones(2000), tf.Variable(tf.ones(2000))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(x * v) * (hvd.rank() + 1.0)
+    gradients = hvd.DistributedGradientTape(tape, compression=hvd.MiCROCompressor(density=1.0)).gradient(loss, [v, x])
+    assert_close(gradients, [np.full(2000, (hvd.size() + 1) / 2)] * 2)
 
 
 def test_allreduce_multiplies_as_it_is_told_and_leaves_what_is_not_a_gradient() -> None:
@@ -311,6 +347,8 @@ def test_process_sets(compression: Any) -> None:
                 model = MLP()
                 train(model, wrap, tf.function, compressor, hvd.rank(), process_set=process_set)
                 reference = MLP()
+                if compression is hvd.A2SGDCompressor and process_set.included():
+                    compressor.synchronize_parameters([*model.parameters, tf.Variable(0.0)])
                 if process_set.included() and process_set.size() > 1:
                     assert compressor.stats.step == STEPS
                     if compression is hvd.MiCROCompressor:

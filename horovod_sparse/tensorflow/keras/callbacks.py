@@ -17,7 +17,20 @@ BestModelCheckpoint = _horovod.BestModelCheckpoint
 Logs = dict[str, Any] | None
 
 
-class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+class Callback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback for the `fit` of any Keras, also of the one that is not `tf.keras`."""
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return True
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
+
+class BroadcastGlobalVariablesCallback(Callback):
     """After the first batch: give the model and its optimizer, on all ranks, the values of one rank.
 
     Args:
@@ -50,7 +63,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self.broadcast_done = True
 
 
-class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(Callback):
     """At the end of an epoch: average its metrics over the ranks, for the callbacks that come after this one.
 
     Args:
@@ -81,7 +94,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         logs.update(zip(every[0], means.tolist(), strict=True))
 
 
-class LearningRateScheduleCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(Callback):
     """Multiply the learning rate.
 
     Args:
@@ -194,7 +207,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
 
-class SynchronizeParametersCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
+class SynchronizeParametersCallback(Callback):
     """Average the parameters that A2SGD lets drift apart: when it is time to, and at the end of each epoch.
 
     So what runs after an epoch's end, say a checkpoint on rank 0, has the parameters of all ranks, if it comes after
@@ -221,7 +234,16 @@ class SynchronizeParametersCallback(tf.keras.callbacks.Callback):  # type: ignor
         self._synchronize()
 
     def _synchronize(self) -> None:
-        get_compressor(self.model.optimizer).synchronize_parameters(self.model.trainable_variables)
+        variables = [v for v in self.model.trainable_variables if not is_local(v, self.model.optimizer)]
+        get_compressor(self.model.optimizer).synchronize_parameters(variables)
+
+
+def is_local(variable: Any, optimizer: Any) -> bool:
+    """Whether the optimizer was told to leave this variable to each rank."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(optimizer, "_distribution"):
+        return id(variable) in optimizer._distribution.local_variables
+    return variable.ref() in optimizer._local_vars  # stock Horovod's
 
 
 def learning_rate_of(optimizer: Any) -> float:

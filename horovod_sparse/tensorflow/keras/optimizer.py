@@ -11,6 +11,7 @@ gradient is shown to all ranks first. Keras wraps optimizers by itself, in `comp
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
@@ -20,7 +21,7 @@ import tensorflow as tf
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import SparseCompressor, tf_variable
 from horovod_sparse.tensorflow.gradients import Reducer
-from horovod_sparse.tensorflow.order import in_program_order
+from horovod_sparse.tensorflow.graphs import in_program_order
 
 
 class Distribution:
@@ -41,6 +42,10 @@ class Distribution:
         self._average = average_aggregated_gradients
         self._sums: dict[int, tf.Variable] = {}
         self._counter: tf.Variable | None = None
+
+    def copied(self) -> Distribution:
+        """One for another optimizer."""
+        return Distribution(self.reducer, self._passes, self._average)
 
     def __call__(
         self,
@@ -116,6 +121,7 @@ class _Distributed:
     """What the distributed optimizers of both Keras have; goes before the optimizer's own class."""
 
     _distribution: Distribution
+    _made_for: Distribution
 
     def register_local_var(self, var: Any) -> None:
         """Let each rank keep its own gradients of this variable."""
@@ -124,6 +130,12 @@ class _Distributed:
     @property
     def _compression(self) -> Any:
         return self._distribution.reducer.compression
+
+    @classmethod
+    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """A new optimizer with these settings, and distributed like this one."""
+        base: Any = cls.__bases__[1]
+        return distribute(base.from_config(config, *args, **kwargs), cls._made_for.copied())
 
 
 class _DistributedKeras3(_Distributed):
@@ -164,6 +176,7 @@ def distribute(optimizer: Any, distribution: Distribution) -> Any:
         import keras
 
         mixin: type[_Distributed] = _DistributedKeras3
+        _leave_xla_out(keras.Model)
         _agree_on_finite_gradients(keras.optimizers.LossScaleOptimizer, "apply")
     elif _is_of("tf_keras", optimizer):
         from tf_keras.src.mixed_precision import loss_scale_optimizer
@@ -177,10 +190,34 @@ def distribute(optimizer: Any, distribution: Distribution) -> Any:
         distribute(optimizer.inner_optimizer, distribution)
         return optimizer
     base = type(optimizer)
-    cls = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    cls: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    cls._made_for = distribution
     object.__setattr__(optimizer, "__class__", cls)
     vars(optimizer)["_distribution"] = distribution  # no business of what Keras tracks in its objects
     return optimizer
+
+
+def _leave_xla_out(model: type) -> None:
+    """Have Keras 3's `jit_compile="auto"`, which is XLA where there is a GPU, leave it out for optimizers of ours."""
+    original = model._resolve_auto_jit_compile  # type: ignore[attr-defined]
+    if hasattr(original, "leaves_xla_out"):
+        return
+
+    @wraps(original)
+    def resolve(self: Any) -> Any:
+        optimizer = getattr(self, "optimizer", None)
+        if not isinstance(getattr(optimizer, "inner_optimizer", optimizer), _Distributed):
+            return original(self)
+        if original(self):
+            warnings.warn(
+                'jit_compile="auto": turned off, for XLA cannot compile the exchange of gradients between ranks. Pass '
+                "jit_compile=False to model.compile() to be silent",
+                stacklevel=2,
+            )
+        return False
+
+    resolve.leaves_xla_out = True  # type: ignore[attr-defined]
+    model._resolve_auto_jit_compile = resolve  # type: ignore[attr-defined]
 
 
 def _is_of(keras: str, optimizer: Any) -> bool:
