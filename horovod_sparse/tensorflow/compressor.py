@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import posixpath
 import warnings
 import weakref
 from collections import Counter
@@ -402,10 +403,10 @@ def specs_of(call: Call) -> tuple[TensorSpec, ...]:
     Raises:
         ValueError: the shape of a tensor is not known.
     """
+    names = [call.name or "tensor" if variable is None else name_of(variable) for variable in call.variables]
     seen: Counter[str] = Counter()
     specs = []
-    for tensor, variable in zip(call.tensors, call.variables, strict=True):
-        name = call.name or "tensor" if variable is None else name_of(variable)
+    for tensor, variable, name in zip(call.tensors, call.variables, _without_common_scope(names), strict=True):
         # In a graph, a gradient's shape may be unknown where its variable's is not.
         shape = tf.TensorShape((tensor if variable is None else variable).shape)
         if not shape.is_fully_defined():
@@ -413,6 +414,12 @@ def specs_of(call: Call) -> tuple[TensorSpec, ...]:
         seen[name] += 1
         specs.append(TensorSpec(name if seen[name] == 1 else f"{name}#{seen[name]}", tuple(shape), tensor.dtype.name))
     return tuple(specs)
+
+
+def _without_common_scope(names: list[str]) -> list[str]:
+    """The names without the scopes that all are in: Keras 3 leaves the model's name out once it has loaded a model."""
+    common = posixpath.commonpath(map(posixpath.dirname, names)) if len(set(names)) > 1 else ""
+    return [name[len(common) :].removeprefix("/") for name in names]
 
 
 def key_of(variables: Sequence[Any], otherwise: str = "") -> Any:
@@ -431,10 +438,14 @@ def key_of(variables: Sequence[Any], otherwise: str = "") -> Any:
 def get_compressor(optimizer_or_tape: Any) -> Any:
     """The MiCROCompressor or A2SGDCompressor at work in a distributed optimizer or tape.
 
+    It may also be given what the tape was given as `compression`: the class, or the instance.
+
     Raises:
         TypeError: it uses neither.
     """
     distributed = optimizer_or_tape
+    if isinstance(working(distributed), SparseCompressor):
+        return working(distributed)
     if not hasattr(distributed, "_allreduce_grads") and hasattr(distributed, "inner_optimizer"):
         distributed = distributed.inner_optimizer  # of a LossScaleOptimizer
     compression = getattr(distributed, "_compression", None)

@@ -47,7 +47,7 @@ class Reducer:
         self.compression = compression
         self._ours = is_or_makes(compression, SparseCompressor)
         if self._ours and op not in (hvd.Average, hvd.Sum):
-            raise ValueError(f"compression={compression!r} works with op=hvd.Average and op=hvd.Sum alone")
+            raise ValueError(f"{type(compression).__name__} works with op=hvd.Average and op=hvd.Sum alone")
         self._sparse_as_dense = sparse_as_dense
         self._op = op
         self.process_set = process_set

@@ -148,7 +148,8 @@ class Reduction:
     def release(self) -> None:
         """Free the memory, of which this holds as much as the variables had: TensorFlow keeps some graphs for ever."""
         self._memory = [ResultMemory(spec.shape, self._layout.dtype) for spec in self._specs]
-        self.slot = None
+        if self.slot:  # whose figures may be asked for yet
+            self.slot.exchange.algorithm = None
 
     def average_if_due(self, key: Any, variables: Sequence[tf.Variable]) -> Any:
         """Average these tensors' variables over the ranks, if the last step was one after which to do it.

@@ -329,5 +329,10 @@ def test_settings_that_cannot_be() -> None:
         hvd.get_compressor(hvd.DistributedGradientTape(tape))
     with pytest.raises(TypeError, match="get_compressor"):
         hvd.get_compressor(stock.DistributedGradientTape(tape))
+    compressor = hvd.MiCROCompressor()
+    assert hvd.get_compressor(compressor) is compressor
+    assert hvd.get_compressor(hvd.MiCROCompressor) is hvd.get_compressor(
+        hvd.DistributedGradientTape(tape, compression=hvd.MiCROCompressor)
+    )
     stocks = stock.DistributedGradientTape(tape, compression=hvd.MiCROCompressor)
     assert isinstance(hvd.get_compressor(stocks), hvd.MiCROCompressor)

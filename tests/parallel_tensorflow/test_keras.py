@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import horovod.tensorflow.keras as stock
@@ -540,6 +540,21 @@ def test_saved_model_goes_on_where_it_was(compression: Any, suffix: str, tmp_pat
         assert_close(loaded.get_weights(), model.get_weights())
 
 
+def test_training_is_resumed_with_the_compressors_state(tmp_path: Path) -> None:
+    """Keras 3 gives the variables of a loaded Sequential model other names."""
+    first = hvd.MiCROCompressor(density=0.05)
+    model = keras_model()
+    fit(model, hvd.DistributedOptimizer(sgd(momentum=0.9), compression=first), hvd.rank())
+    model.save(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras", compression=hvd.MiCROCompressor(density=0.05))
+    hvd.get_compressor(loaded.optimizer).load_state_dict(first.state_dict())
+    for each in (model, loaded):
+        for step in (50, 51):
+            each.train_on_batch(*batch(hvd.rank(), step))
+    assert_close(loaded.get_weights(), model.get_weights(), 0, 0)
+    assert hvd.get_compressor(loaded.optimizer).stats.step == STEPS + 2
+
+
 @keras.utils.register_keras_serializable("test")
 class MySGD(keras.optimizers.SGD):
     pass
@@ -613,13 +628,15 @@ def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
 def test_what_is_no_optimizer() -> None:
     with pytest.raises(TypeError, match="optimizer of Keras"):
         hvd.DistributedOptimizer(keras_model())
+    with pytest.raises(TypeError, match="optimizer of Keras"):
+        hvd.DistributedOptimizer("sgd")
     with pytest.raises(TypeError, match="get_compressor"):
         hvd.get_compressor(sgd())
 
 
 def test_namespace_is_horovods_with_ours() -> None:
-    for name in dir(stock):
-        assert hasattr(hvd, name) or name[0] == "_"
+    for name, thing in vars(stock).items():
+        assert hasattr(hvd, name) or name[0] == "_" or isinstance(thing, ModuleType)
     assert hvd.Compression.none is stock.Compression.none
     assert hvd.Compression.micro is hvd.MiCROCompressor
 

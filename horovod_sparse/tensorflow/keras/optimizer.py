@@ -170,22 +170,19 @@ def distribute(optimizer: Any, distribution: Distribution) -> Any:
         ValueError: it is one already.
         TypeError: it is no optimizer of Keras.
     """
-    if isinstance(optimizer, _Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
+    _check(optimizer)
     if _is_of("keras", optimizer):
         import keras
 
         mixin: type[_Distributed] = _DistributedKeras3
         _leave_xla_out(keras.Model)
         _agree_on_finite_gradients(keras.optimizers.LossScaleOptimizer, "apply")
-    elif _is_of("tf_keras", optimizer):
+    else:
         from tf_keras.src.mixed_precision import loss_scale_optimizer
 
         mixin = _DistributedLegacy
         _agree_on_finite_gradients(loss_scale_optimizer.LossScaleOptimizer, "apply_gradients")
         _agree_on_finite_gradients(loss_scale_optimizer.LossScaleOptimizerV3, "apply_gradients")
-    else:
-        raise TypeError(f"DistributedOptimizer takes an optimizer of Keras, not a {type(optimizer).__name__}")
     if hasattr(optimizer, "inner_optimizer"):  # of a LossScaleOptimizer
         distribute(optimizer.inner_optimizer, distribution)
         return optimizer
@@ -218,6 +215,13 @@ def _leave_xla_out(model: type) -> None:
 
     resolve.leaves_xla_out = True  # type: ignore[attr-defined]
     model._resolve_auto_jit_compile = resolve  # type: ignore[attr-defined]
+
+
+def _check(optimizer: Any) -> None:
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("this optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
+    if not _is_of("keras", optimizer) and not _is_of("tf_keras", optimizer):
+        raise TypeError(f"DistributedOptimizer takes an optimizer of Keras, not {optimizer!r}")
 
 
 def _is_of(keras: str, optimizer: Any) -> bool:
@@ -308,8 +312,7 @@ def DistributedOptimizer(
     Raises:
         ValueError, TypeError: a setting is wrong.
     """
-    if isinstance(optimizer, _Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
+    _check(optimizer)
     options = {key: value for key, value in locals().items() if key != "optimizer"}
     return distribute(copied(optimizer), make_distribution(optimizer, **options))
 
