@@ -634,6 +634,22 @@ def test_what_is_no_optimizer() -> None:
         hvd.get_compressor(sgd())
 
 
+@pytest.mark.skipif(LEGACY, reason="`apply` is a method of Keras 3's optimizers")
+def test_gradients_that_are_not_those_of_the_variables() -> None:
+    optimizer, variables = hvd.DistributedOptimizer(sgd()), keras_model().trainable_variables
+    gradients = [tf.zeros(v.shape) for v in variables]
+    with pytest.raises(ValueError, match="must already be built"):
+        optimizer.apply(gradients)
+    optimizer.build(variables)
+    with pytest.raises(ValueError, match="3 gradients of 4 variables"):
+        optimizer.apply(gradients[:3], variables)
+    with pytest.raises(ValueError, match="3 gradients of 4 variables"):
+        optimizer.apply(gradients[:3])
+    optimizer.apply([])
+    optimizer.apply(gradients)
+    assert int(optimizer.iterations) == 1
+
+
 def test_namespace_is_horovods_with_ours() -> None:
     for name, thing in vars(stock).items():
         assert hasattr(hvd, name) or name[0] == "_" or isinstance(thing, ModuleType)

@@ -143,9 +143,12 @@ class _DistributedKeras3(_Distributed):
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         apply = super().apply  # type: ignore[misc]
         gradients = list(grads)
+        if not gradients or (trainable_variables is None and not self.built):
+            apply(gradients)  # does nothing, or says what is wrong
+            return
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if len(gradients) != len(variables):
-            apply(gradients, trainable_variables)  # which says what is wrong
+            raise ValueError(f"apply() was given {len(gradients)} gradients of {len(variables)} variables")
         self._distribution(self, gradients, variables, lambda reduced: apply(reduced, variables))
 
 
