@@ -14,7 +14,11 @@ from horovod_sparse.tensorflow.graphs import in_program_order
 
 
 def average(
-    variables: Sequence[tf.Variable], process_set: Any, done: Callable[..., None], inputs: Sequence[Any] = ()
+    variables: Sequence[tf.Variable],
+    process_set: Any,
+    done: Callable[..., None],
+    inputs: Sequence[Any] = (),
+    name: str = "horovod_sparse",
 ) -> Any:
     """Give each variable its mean over the ranks, which is then bitwise the same on all of them.
 
@@ -23,6 +27,7 @@ def average(
         process_set: the ranks that take part.
         done: called, when it is, with `inputs` and the payload in bytes that this rank has handed to Horovod.
         inputs: tensors.
+        name: the prefix of the names by which Horovod matches the ranks' calls.
 
     Returns:
         The operation that does it; None eagerly, where it has been done.
@@ -34,7 +39,7 @@ def average(
     options = {"ignore_name_scope": True, "process_set": process_set}
     # No constant: what depends on constants alone, TensorFlow computes in advance, with Horovod's operations.
     one = tf.ensure_shape(tf.numpy_function(lambda: np.ones(1, np.float32), [], tf.float32), [1])
-    present = hvd.allreduce(one, op=hvd.Sum, name="horovod_sparse.present", **options)
+    present = hvd.allreduce(one, op=hvd.Sum, name=f"{name}.present", **options)
 
     def check(present: Any) -> Any:
         check_present(float(present[0]), process_set.size())
@@ -49,8 +54,7 @@ def average(
             of_dtype = [v for v in floating if v.dtype.base_dtype == dtype]
             values = [tf.cast(v.read_value(), wide) for v in of_dtype]
             nbytes += sum(value.shape.num_elements() * wide.size for value in values)
-            name = f"horovod_sparse.average.{dtype.name}"
-            means = hvd.grouped_allreduce(values, op=hvd.Average, name=name, **options)
+            means = hvd.grouped_allreduce(values, op=hvd.Average, name=f"{name}.average.{dtype.name}", **options)
             assignments += [v.assign(tf.cast(mean, dtype)) for v, mean in zip(of_dtype, means, strict=True)]
 
     def report(*arrays: Any) -> Any:

@@ -160,7 +160,7 @@ class Reduction:
         keep_while_traced_graphs_live(self)
 
         def now() -> Any:
-            return average(variables, self._process_set, weakly(self._averaged), [key])
+            return average(variables, self._process_set, weakly(self._averaged), [key], self._name)
 
         if tf.executing_eagerly():
             return now() if self._averaging_due(key.numpy()) else None

@@ -407,6 +407,11 @@ def test_session_of_tensorflow_1(passes: int, make: Callable[..., Any]) -> None:
 
     assert_close(train(hvd.MiCROCompressor(density=1.0)), train(hvd.Compression.none))
     assert same_on_all_ranks(train(hvd.MiCROCompressor(density=0.05)))
+    drifted = [
+        np.ptp(stock.allgather(tf.constant(p[None]), name=f"test.{i}"), axis=0).max()
+        for i, p in enumerate(train(hvd.A2SGDCompressor(sync_every=1)))
+    ]
+    assert 0 < max(drifted) < 0.1  # by the last step alone, whose averaging would come with the next one
 
 
 def test_namespace_is_horovods_with_ours() -> None:
