@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import horovod.tensorflow
 import horovod.tensorflow.keras as stock
 import numpy as np
 import pytest
@@ -97,19 +97,24 @@ def by_eager_loop(model: Any, optimizer: Any, rank: int) -> None:
 LOOPS = [by_fit, by_fit_eagerly, by_fit_with_several_steps_an_execution, by_train_step, by_loop, by_eager_loop]
 
 
+def mean_gradients(model: Any, steps: Sequence[int]) -> list[Any]:
+    """The sum over some steps of the mean over the ranks of the model's gradients, computed in one process."""
+    every = []
+    for rank in range(hvd.size()):
+        for step in steps:
+            x, y = batch(rank, step)
+            with tf.GradientTape() as tape:
+                loss = loss_function(y, model(x))
+            every.append(tape.gradient(loss, model.trainable_variables))
+    return [sum(gradients) / hvd.size() for gradients in zip(*every, strict=True)]
+
+
 def plain_average(optimizer_of: Callable[[], Any] = sgd) -> list[Any]:
     """The weights after training in one process, with the mean of all ranks' gradients."""
     model = keras_model()
     optimizer = optimizer_of()
-    for i in range(STEPS):
-        every = []
-        for rank in range(hvd.size()):
-            x, y = batch(rank, i)
-            with tf.GradientTape() as tape:
-                loss = loss_function(y, model(x))
-            every.append(tape.gradient(loss, model.trainable_variables))
-        means = [sum(gradients) / hvd.size() for gradients in zip(*every, strict=True)]
-        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+    for step in range(STEPS):
+        optimizer.apply_gradients(zip(mean_gradients(model, [step]), model.trainable_variables, strict=True))
     if hasattr(optimizer, "finalize_variable_values"):  # as fit does, with ema
         optimizer.finalize_variable_values(model.trainable_variables)
     return model.get_weights()
@@ -183,14 +188,6 @@ def test_optimizers(make: Callable[[], Any]) -> None:
     assert int(optimizer.iterations) == STEPS
 
 
-@dataclass
-class Options:
-    """Options of DistributedOptimizer that train like dense Horovod with others."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    dense: dict[str, Any] = field(default_factory=dict)
-
-
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.MiCROCompressor], ids=["dense", "micro"])
 @pytest.mark.parametrize("train", [by_fit, by_eager_loop])
@@ -206,17 +203,9 @@ def test_backward_passes_per_step(train: Callable[..., None], compression: Any, 
 
     reference = keras_model()
     plain = sgd()
-    for i in range(0, STEPS, 2):
-        every = []
-        for rank in range(hvd.size()):
-            for step in (i, i + 1):
-                x, y = batch(rank, step)
-                with tf.GradientTape() as tape:
-                    loss = loss_function(y, reference(x))
-                every.append(tape.gradient(loss, reference.trainable_variables))
-        divisor = hvd.size() * (2 if average else 1)
-        means = [sum(gradients) / divisor for gradients in zip(*every, strict=True)]
-        plain.apply_gradients(zip(means, reference.trainable_variables, strict=True))
+    for step in range(0, STEPS, 2):
+        sums = [g / (2 if average else 1) for g in mean_gradients(reference, [step, step + 1])]
+        plain.apply_gradients(zip(sums, reference.trainable_variables, strict=True))
     assert_close(model.get_weights(), reference.get_weights())
     assert same_on_all_ranks(model.get_weights())
     assert int(optimizer.iterations) == STEPS
@@ -372,15 +361,9 @@ def test_metrics_are_averaged() -> None:
     )
     assert set(seen["after"]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
     for name, value in seen["before"].items():
-        mean = float(stock.allreduce(np.float64(value), name=f"test.{name}")) if LEGACY else mean_of(value, name)
+        mean = float(horovod.tensorflow.allreduce(tf.constant(value, tf.float64), name=f"test.{name}"))
         assert seen["after"][name] == pytest.approx(mean, rel=1e-5)
         assert history.history[name][0] == pytest.approx(mean, rel=1e-5)
-
-
-def mean_of(value: float, name: str) -> float:
-    import horovod.tensorflow
-
-    return float(horovod.tensorflow.allreduce(tf.constant(value, tf.float64), name=f"test.{name}"))
 
 
 def test_metrics_that_differ_between_ranks() -> None:
@@ -430,14 +413,8 @@ def test_schedule_and_its_momentum_correction() -> None:
         epoch, i = divmod(step, STEPS)
         rate = 0.1 * 0.5**epoch
         momentum = 0.45 if i == 0 and epoch > 0 else 0.9
-        every = []
-        for rank in range(hvd.size()):
-            x, y = batch(rank, i)
-            with tf.GradientTape() as tape:
-                loss = loss_function(y, reference(x))
-            every.append(tape.gradient(loss, reference.trainable_variables))
-        for j, gradients in enumerate(zip(*every, strict=True)):
-            velocity[j] = momentum * velocity[j] - rate * np.mean([np.asarray(g) for g in gradients], axis=0)
+        for j, gradient in enumerate(mean_gradients(reference, [i])):
+            velocity[j] = momentum * velocity[j] - rate * np.asarray(gradient)
             reference.trainable_variables[j].assign_add(velocity[j].astype(np.float32))
     assert_close(model.get_weights(), reference.get_weights(), rtol=1e-3, atol=1e-4)
 
@@ -512,6 +489,23 @@ def test_memory_of_models_that_are_gone() -> None:
     del model, optimizer, slot
     gc.collect()
     assert residual() is None
+
+
+@pytest.mark.skipif(LEGACY, reason="tf.keras is the legacy Keras itself")
+def test_legacy_keras_beside_keras_3() -> None:
+    """`tf_keras` by its own name: optimizers and callbacks go by what they are given."""
+    import tf_keras
+
+    model = tf_keras.Sequential([tf_keras.layers.Input((20,)), tf_keras.layers.Dense(10)])
+    optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.SGD(0.1), compression=hvd.MiCROCompressor)
+    model.compile(optimizer, tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    names = ("BroadcastGlobalVariables", "MetricAverage", "LearningRateWarmup")
+    given = ([0], [], [0.4, 1])
+    callbacks = [getattr(hvd.callbacks, f"{name}Callback")(*args) for name, args in zip(names, given, strict=True)]
+    x, y = data(hvd.rank())
+    history = model.fit(x, y, batch_size=16, verbose=0, callbacks=callbacks)
+    assert same_on_all_ranks(model.get_weights())
+    assert history.history["lr"] == [pytest.approx(0.4)]
 
 
 # Models on disk
