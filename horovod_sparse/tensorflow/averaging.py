@@ -30,7 +30,7 @@ def average(
         name: the prefix of the names by which Horovod matches the ranks' calls.
 
     Returns:
-        The operation that does it; None eagerly, where it has been done.
+        A tensor that is there once it has been done.
 
     Raises:
         RuntimeError: some ranks have called `hvd.join()`.

@@ -48,7 +48,6 @@ class Trained(NamedTuple):
     """Variables whose gradients are reduced together."""
 
     reduction: Reduction
-    process_set: Any
     variables: list[weakref.ref[Any]]
     slot: Any
     """The key of their slot."""
@@ -256,9 +255,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         first = None
         if all(v is not None for v in call.variables):
             variables = [tf_variable(v) for v in call.variables]
-            trained = Trained(
-                reduction, call.process_set, [*map(weakref.ref, variables)], self._slot_key(variables, specs)
-            )
+            trained = Trained(reduction, [*map(weakref.ref, variables)], self._slot_key(variables, specs))
             self._trained[tuple(map(id, variables))] = trained
             first = self._before_reduction(trained, key, variables)
         with tf.control_dependencies([] if first is None else [first]):
@@ -279,7 +276,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         return key, specs
 
     def _before_reduction(self, trained: Trained, key: Any, variables: list[Any]) -> Any:
-        """What has to be done before the gradients of these variables are reduced: an operation, or None."""
+        """What has to be done before these variables' gradients are reduced: a tensor that waits for it, or None."""
 
 
 def _forget(compressor_ref: weakref.ref[SparseCompressor], key: bytes, specs: tuple[TensorSpec, ...]) -> None:
@@ -343,7 +340,7 @@ class A2SGDCompressor(A2SGDSettings, SparseCompressor):
         among = [trained for trained in every if ids.issuperset(id(v()) for v in trained.variables)]
         of_set: dict[Any, list[Any]] = {}
         for variable in {id(v): v for v in given}.values():
-            sets = [t.process_set for t in every if any(v() is variable for v in t.variables)]
+            sets = [t.reduction.process_set for t in every if any(v() is variable for v in t.variables)]
             of_set.setdefault(sets[0] if sets else self._process_set, []).append(variable)
         for process_set, members in of_set.items():
             if process_set.included() and process_set.size() > 1:

@@ -118,7 +118,7 @@ class Reduction:
         self._compressor = compressor
         self._specs = tuple(specs)
         self._layout = FlatLayout(specs)
-        self._process_set = process_set
+        self.process_set = process_set
         self._op = op
         self._factor = factor
         self._name = "horovod_sparse"
@@ -155,12 +155,12 @@ class Reduction:
         """Average these tensors' variables over the ranks, if the last step was one after which to do it.
 
         Returns:
-            The operation that does it; None eagerly, where it has been done.
+            A tensor that is there once it has been done; None eagerly, where it was not due.
         """
         keep_while_traced_graphs_live(self)
 
         def now() -> Any:
-            return average(variables, self._process_set, weakly(self._averaged), [key], self._name)
+            return average(variables, self.process_set, weakly(self._averaged), [key], self._name)
 
         if tf.executing_eagerly():
             return now() if self._averaging_due(key.numpy()) else None
@@ -183,12 +183,12 @@ class Reduction:
     def _start(self, key: bytes, *arrays: Array) -> Step[Any]:
         self._arrays = arrays
         self.slot = None
-        if not self._process_set.included() or self._process_set.size() == 1:
+        if not self.process_set.included() or self.process_set.size() == 1:
             return _nothing()
-        self.slot = self._compressor.slot(as_bytes(key), self._specs, self._process_set)
+        self.slot = self._compressor.slot(as_bytes(key), self._specs, self.process_set)
         gradient = {spec: array.reshape(-1) for spec, array in zip(self._specs, arrays, strict=True)}
         how = {"op": "Sum" if self._op == hvd.Sum else "Average", "factor": self._factor}
-        return self._compressor.step(self.slot, gradient, how, self._process_set)
+        return self._compressor.step(self.slot, gradient, how, self.process_set)
 
     def _finish(self, update: Any) -> list[Array]:
         """The gradients to apply."""
@@ -207,7 +207,7 @@ class Reduction:
             update.write(self._layout, *([each[i].reshape(-1) for i in order] for each in (arrays, results)))
         if slot:
             count(slot.exchange, self._in_graph.bytes_sent)
-        factor = self._factor * (self._process_set.size() if slot and self._op == hvd.Sum else 1)
+        factor = self._factor * (self.process_set.size() if slot and self._op == hvd.Sum else 1)
         for spec, result in zip(self._specs, results, strict=True):
             if factor != 1:
                 result *= factor

@@ -23,6 +23,9 @@ from horovod_sparse.tensorflow.compressor import SparseCompressor, tf_variable
 from horovod_sparse.tensorflow.gradients import Reducer
 from horovod_sparse.tensorflow.graphs import in_program_order
 
+# Applies reduced gradients; returns what the optimizer returns.
+Apply = Callable[[list[Any]], Any]
+
 
 class Distribution:
     """What makes an optimizer a distributed one.
@@ -47,33 +50,19 @@ class Distribution:
         """One for another optimizer."""
         return Distribution(self.reducer, self._passes, self._average)
 
-    def __call__(
-        self,
-        optimizer: Any,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        apply: Callable[[list[Any]], Any],
-    ) -> Any:
+    def __call__(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply) -> Any:
         """Reduce gradients and have them applied; or keep them, until there are enough."""
         if self._passes > 1:
             return self._aggregate(optimizer, gradients, variables, apply)
         return self._reduce_and_apply(gradients, variables, apply)
 
-    def _reduce_and_apply(
-        self, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[[list[Any]], Any]
-    ) -> Any:
+    def _reduce_and_apply(self, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply) -> Any:
         reduced = self.reducer(gradients, variables, self.local_variables)
         result = apply(reduced)
         self.reducer.applied(reduced, variables, self.local_variables)
         return result
 
-    def _aggregate(
-        self,
-        optimizer: Any,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        apply: Callable[[list[Any]], Any],
-    ) -> Any:
+    def _aggregate(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply) -> Any:
         dense = [self.reducer.densified(gradient) for gradient in gradients]
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in dense):
             raise ValueError(
