@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
 
-from horovod_sparse.core.exchange import A2SGDExchange, MiCROExchange
+from horovod_sparse.core.exchange import A2SGDExchange, MiCROExchange, QSGDExchange, TopKExchange
 
 
 class on_class_or_instance:
@@ -35,6 +35,12 @@ def is_or_makes(compression: object, compressor: type) -> bool:
     return issubclass(compression if isinstance(compression, type) else type(compression), compressor)
 
 
+def follows_learning_rate(settings: Mapping[str, Any], is_sgd: bool) -> bool:
+    """Whether what an exchange with these settings holds back is to follow the learning rate of the optimizer."""
+    follow = settings.get("follow_learning_rate", False)
+    return is_sgd if follow is None else bool(follow)
+
+
 class MiCROSettings:
     """MiCRO (arXiv 2310.00967): in each step, the largest entries of the accumulated gradient travel, the rest waits.
 
@@ -42,15 +48,26 @@ class MiCROSettings:
         density: the share of the gradient's elements to send in a step, in (0, 1].
         threshold: "adaptive" meets the density at every step, at any scale of the gradients; "paper" is the published
             rule, which needs hundreds of steps.
-        value_dtype: "float16" halves the bytes of the values, and sends the rounding error later; None sends them as
-            accumulated: in float32, or in float64 where the model has float64 parameters.
+        value_dtype: "float16" or "bfloat16" halves the bytes of the values, and sends the rounding error later; None
+            sends them as accumulated: in float32, or in float64 where the model has float64 parameters. "float16" takes
+            no more rounds than None, "bfloat16" one more, for Horovod adds none; it spares the sum's rounding error.
+        follow_learning_rate: when the learning rate changes, multiply what is held back by the ratio of the old one to
+            the new one, so that it has the effect that it would have had at once. None: where the optimizer is SGD, for
+            others do not take the gradient as it is. It needs an optimizer; a tape knows no learning rate.
 
     Raises:
         ValueError: a setting is none of these.
     """
 
-    def __init__(self, density: float = 0.01, threshold: str = "adaptive", value_dtype: str | None = None) -> None:
-        super().__init__(partial(MiCROExchange, density, threshold, value_dtype))  # type: ignore[call-arg]
+    def __init__(
+        self,
+        density: float = 0.01,
+        threshold: str = "adaptive",
+        value_dtype: str | None = None,
+        follow_learning_rate: bool | None = None,
+    ) -> None:
+        exchange = partial(MiCROExchange, density, threshold, value_dtype, follow_learning_rate)
+        super().__init__(exchange)  # type: ignore[call-arg]
 
     def flush(self: Any) -> None:
         """Make the next exchange send everything that is held back: afterwards, the residual is 0 on all ranks.
@@ -86,3 +103,34 @@ class A2SGDSettings:
                 "synchronize_parameters() is called, for example before each evaluation and checkpoint",
                 stacklevel=2,
             )
+
+
+class TopKSettings:
+    """Top-k (arXiv 1704.05021, 1809.07599): in each step, each rank sends the largest entries of its own gradient.
+
+    The rest waits in a residual. The ranks select different entries, so with more ranks more of the gradient changes.
+
+    Args:
+        density: the share of the gradient's elements that each rank sends in a step, in (0, 1].
+        follow_learning_rate: as of `MiCROCompressor`.
+
+    Raises:
+        ValueError: the density is outside.
+    """
+
+    def __init__(self, density: float = 0.01, follow_learning_rate: bool | None = None) -> None:
+        super().__init__(partial(TopKExchange, density, follow_learning_rate))  # type: ignore[call-arg]
+
+
+class QSGDSettings:
+    """QSGD (arXiv 1610.02132): each element travels in a few bits, rounded at random so that it is right on average.
+
+    Args:
+        bits: 2, 4 or 8 for each element, its sign included; each 512 elements share a norm, in 4 bytes more.
+
+    Raises:
+        ValueError: bits is none of these.
+    """
+
+    def __init__(self, bits: int = 4) -> None:
+        super().__init__(partial(QSGDExchange, bits))  # type: ignore[call-arg]

@@ -18,8 +18,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "micro": ("MiCROCompressor", {"density": 0.02}),
     "micro, paper": ("MiCROCompressor", {"density": 0.02, "threshold": "paper"}),
     "micro, float16": ("MiCROCompressor", {"density": 0.05, "value_dtype": "float16"}),
+    "micro, bfloat16": ("MiCROCompressor", {"density": 0.05, "value_dtype": "bfloat16"}),
     "a2sgd": ("A2SGDCompressor", {}),
     "a2sgd, tensor": ("A2SGDCompressor", {"granularity": "tensor"}),
+    "topk": ("TopKCompressor", {"density": 0.02}),
+    "qsgd": ("QSGDCompressor", {}),
 }
 
 

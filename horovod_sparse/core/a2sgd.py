@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from horovod_sparse.core.collectives import Allreduce, Array
 from horovod_sparse.core.kernels import kernels_for
 from horovod_sparse.core.layout import FlatLayout
-from horovod_sparse.core.step import SettingError, Step
+from horovod_sparse.core.step import SettingError, Step, Update
 
 
 def check_settings(granularity: str, sync_every: int | None) -> None:
@@ -21,18 +20,6 @@ def check_settings(granularity: str, sync_every: int | None) -> None:
     whole = isinstance(sync_every, int | np.integer) and not isinstance(sync_every, bool)
     if sync_every is not None and not (whole and sync_every >= 1):
         raise SettingError("sync_every", sync_every, "a number of steps >= 1, or None to never average the parameters")
-
-
-@dataclass(frozen=True)
-class SignShift:
-    """The gradient to apply: g_i + up where g_i >= 0, g_i - down elsewhere; a pair (up, down) for each tensor."""
-
-    shifts: NDArray[np.float64]
-
-    def write(self, layout: FlatLayout, gradient: list[Array], out: list[Array] | None = None) -> None:
-        """Write the flattened tensors of `gradient`, shifted, to `out`, by default in their own place."""
-        for g, (up, down), target in zip(gradient, self.shifts.tolist(), out or gradient, strict=True):
-            kernels_for(g).shift_by_sign(g, up, down, target)
 
 
 class A2SGD:
@@ -57,7 +44,9 @@ class A2SGD:
         """Size and dtype of what a step's first round reduces."""
         return 2 if self.granularity == "model" else 2 * len(self.layout.tensors), self.layout.dtype
 
-    def step(self, gradient: list[Array], rank: int, world_size: int) -> Step[SignShift | None]:
+    def step(
+        self, gradient: list[Array], rank: int, world_size: int, out: list[Array] | None = None
+    ) -> Step[Update | None]:
         """One step on one rank (A2SGD, algorithm 1).
 
         With mu+ the mean of g_i over its elements >= 0, mu- the mean of |g_i| over the others,
@@ -66,14 +55,17 @@ class A2SGD:
         constants.
 
         Args:
-            gradient: g_i, the flattened tensors of `layout`, of a floating dtype; not modified.
+            gradient: g_i, the flattened tensors of `layout`, of a floating dtype.
             rank, world_size: i and n.
+            out: memory for as many elements, in the layout's dtype, which is the step's from now on; it may be that of
+                `gradient`. None: new memory; `gradient` is not modified.
 
         Returns:
-            The shift to apply to this rank's gradient; None if the gradient of some rank was not finite.
+            This rank's gradient, shifted; None if the gradient of some rank was not finite.
         """
         kernels = kernels_for(gradient[0])
-        sums = np.array([kernels.sign_sums(kernels.cast(g, self.layout.dtype)) for g in gradient])
+        vector = kernels.flat_vector(gradient, self.layout.dtype)
+        sums = kernels.sign_sums(vector, self.layout)
         if self.granularity == "model":
             sums = sums.sum(axis=0, keepdims=True)
         means = _means(sums, self._numels())
@@ -82,7 +74,9 @@ class A2SGD:
         if not kernels.all_finite(total):
             return None
         global_means = np.array(total.tolist()).reshape(means.shape) / world_size
-        return SignShift(np.broadcast_to(global_means - means, (len(gradient), 2)))
+        shifts = np.broadcast_to(global_means - means, (len(gradient), 2))
+        shifted = kernels.shift_by_sign(vector, shifts, out or kernels.empty_like(vector), self.layout)
+        return Update(kernels.split(shifted, self.layout))
 
     def _numels(self) -> NDArray[np.int64]:
         numels = np.array([tensor.numel for tensor in self.layout.tensors])

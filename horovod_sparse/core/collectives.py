@@ -20,4 +20,13 @@ class Allgather(NamedTuple):
     array: Array
 
 
-Collective = Allreduce | Allgather
+class Alltoall(NamedTuple):
+    """Answered by what the ranks have for this one: the i-th of n equal parts of `array` is for rank i.
+
+    The array is one-dimensional, of the same length on every rank, a multiple of n.
+    """
+
+    array: Array
+
+
+Collective = Allreduce | Allgather | Alltoall

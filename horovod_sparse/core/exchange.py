@@ -11,23 +11,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.core import a2sgd, micro
-from horovod_sparse.core.a2sgd import A2SGD, SignShift
+import numpy as np
+
+from horovod_sparse.core import a2sgd, micro, qsgd, topk
+from horovod_sparse.core.a2sgd import A2SGD
 from horovod_sparse.core.agreement import Notes, agree
 from horovod_sparse.core.collectives import Allreduce, Array
 from horovod_sparse.core.kernels import kernels_for
 from horovod_sparse.core.layout import FlatLayout, TensorSpec, first_difference
-from horovod_sparse.core.micro import MiCRO, SparseUpdate
+from horovod_sparse.core.micro import MiCRO
+from horovod_sparse.core.qsgd import QSGD
 from horovod_sparse.core.stats import StepStats
-from horovod_sparse.core.step import Step, Update
+from horovod_sparse.core.step import SettingError, Step, Update
+from horovod_sparse.core.topk import TopK
 
 
 def check_present(present: float, world_size: int) -> None:
     """Raise RuntimeError, on all ranks left, if some have called `hvd.join()`: Horovod sends zeros in their place."""
     if present < world_size - 0.5:
         raise RuntimeError(
-            f"{world_size - round(present)} of {world_size} ranks have called hvd.join(), which MiCRO and A2SGD do not "
-            "support: give all ranks the same number of steps, or use compression=hvd.Compression.fp16"
+            f"{world_size - round(present)} of {world_size} ranks have called hvd.join(), which no compressor of "
+            "horovod_sparse supports: give all ranks the same number of steps, or use compression=hvd.Compression.fp16"
         )
 
 
@@ -89,21 +93,31 @@ class Exchange:
         """
         yield from agree(self._notes(specs, None))
 
-    def step(self, gradient: Mapping[TensorSpec, Array], rank: int, world_size: int) -> Step[Update | None]:
+    def step(
+        self,
+        gradient: Mapping[TensorSpec, Array],
+        rank: int,
+        world_size: int,
+        out: Mapping[TensorSpec, Array] | None = None,
+        rates: Mapping[TensorSpec, float] | None = None,
+    ) -> Step[Update | None]:
         """One step on one rank.
 
         Args:
-            gradient: the flattened gradients of all tensors; not modified.
+            gradient: the flattened gradients of all tensors.
             rank, world_size: this rank's number, and the number of ranks.
+            out: memory for as many elements, which is the step's from now on; see `MiCRO.step`.
+            rates: the learning rates, if what is held back is to follow them.
 
         Returns:
-            The update, to be written over the gradients; None if the gradient of some rank was not finite.
+            The update, its tensors sorted; None if the gradient of some rank was not finite.
 
         Raises:
             RuntimeError: some rank has a problem, or the ranks disagree; the same error on all ranks.
         """
         specs = sorted(gradient)
         arrays = [gradient[spec] for spec in specs]
+        memory = out and [out[spec] for spec in specs]
         if self.algorithm is None:
             self._begin(FlatLayout(specs), arrays)
         else:
@@ -115,11 +129,13 @@ class Exchange:
                 )
         kernels = kernels_for(arrays[0])
         algorithm = self.algorithm  # this step's, even if the state is reset before the step has ended
+        following = {} if rates is None else {"rates": [rates[spec] for spec in specs]}
+        method_step = algorithm.step(arrays, rank, world_size, memory, **following)
+        request: Array | None = None
         if self.something_to_say:
             size, dtype = algorithm.first_round
             first = kernels.numbers([1, 1] + [0] * size, arrays[0], dtype)
         else:
-            method_step = algorithm.step(arrays, rank, world_size)
             request = next(method_step).array
             head = kernels.numbers([1, 0], request, str(request.dtype).removeprefix("torch."))
             first = kernels.join([head, request])
@@ -132,8 +148,7 @@ class Exchange:
                 self.something_to_say = False
                 self._loaded = None
                 self._heed(all_notes)
-            method_step = algorithm.step(arrays, rank, world_size)
-            answer = yield next(method_step)
+            answer = yield next(method_step) if request is None else Allreduce(request)
         else:
             answer = answer[2:]
         update: Update | None = yield from continued(method_step, answer)
@@ -163,8 +178,18 @@ class Exchange:
     def _make_algorithm(self, layout: FlatLayout) -> Any:
         raise NotImplementedError
 
-    def _make_stats(self, algorithm: Any, update: Any) -> StepStats:
-        raise NotImplementedError
+    def _make_stats(self, algorithm: Any, update: Update | None) -> StepStats:
+        """Figures of a step; those of a method that selects no elements."""
+        return StepStats(
+            step=algorithm.t,
+            numel=algorithm.layout.numel,
+            target_density=None,
+            density=None,
+            selected=None,
+            threshold=None,
+            bytes_sent=0,
+            skipped=update is None,
+        )
 
     def _save(self) -> dict[str, Any]:
         """The algorithm's state, besides its step."""
@@ -187,53 +212,41 @@ def continued(step: Step[Any], answer: Array) -> Step[Any]:
         answer = yield request
 
 
-class MiCROExchange(Exchange):
-    """MiCRO at work.
+class ResidualExchange(Exchange):
+    """A method that selects elements, and keeps the others back in a residual.
 
     Raises:
-        SettingError: MiCRO cannot work with these settings.
+        SettingError: follow_learning_rate is none of True, False and None, which leaves it to the front end.
     """
 
-    method = "micro"
+    def __init__(self, follow_learning_rate: bool | None, **settings: Any) -> None:
+        if not isinstance(follow_learning_rate, bool | None):
+            raise SettingError(
+                "follow_learning_rate", follow_learning_rate, "True, False, or None (where the optimizer is SGD)"
+            )
+        super().__init__(follow_learning_rate=follow_learning_rate, **settings)
 
-    def __init__(self, density: float, threshold: str, value_dtype: str | None) -> None:
-        micro.check_settings(density, threshold, value_dtype)
-        super().__init__(density=float(density), threshold=threshold, value_dtype=value_dtype)
-
-    def reset(self) -> None:
-        super().reset()
-        self._flush = False
-
-    def flush(self) -> None:
-        """Make the next step send everything that is held back, on all ranks; one of them may ask for all."""
-        self._flush = True
-        self.something_to_say = True
-
-    def _make_algorithm(self, layout: FlatLayout) -> MiCRO:
-        return MiCRO(layout, **self.settings)
-
-    def _make_stats(self, algorithm: MiCRO, update: SparseUpdate | None) -> StepStats:
+    def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None) -> StepStats:
         numel = algorithm.layout.numel
-        selected = len(update.values) if update else 0
-        return StepStats(
-            step=algorithm.t,
-            numel=numel,
+        selected = 0 if update is None else numel if update.indices is None else len(update.indices)
+        stats = super()._make_stats(algorithm, update)
+        return stats._replace(
             target_density=algorithm.density,
             density=selected / max(numel, 1),
             selected=selected,
-            threshold=update.threshold if update else algorithm.estimator.threshold,
-            bytes_sent=0,
-            skipped=update is None,
+            threshold=update.threshold if update else None,
         )
 
     def _save(self) -> dict[str, Any]:
         layout, residual = self.algorithm.layout, self.algorithm.residual
-        parts = [] if residual is None else layout.split(residual)
-        named = {spec.name: part.reshape(spec.shape) for spec, part in zip(layout.tensors, parts, strict=False)}
-        return {"threshold": self.algorithm.estimator.state(), "residual": named}
+        if residual.vector is None:
+            return {"residual": {}}
+        parts = kernels_for(residual.vector).split(residual.vector, layout)
+        named = {spec.name: part.reshape(spec.shape) for spec, part in zip(layout.tensors, parts, strict=True)}
+        rates = dict(zip(named, residual.rates.tolist(), strict=True))
+        return {"residual": named, "rates": rates}
 
     def _restore(self, state: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-        self.algorithm.estimator.load(state.get("threshold", {}))
         residual: Mapping[str, Array] = state.get("residual", {})
         if not residual:  # saved before the first step
             return
@@ -246,7 +259,50 @@ class MiCROExchange(Exchange):
         parts = [kernels.beside(residual[spec.name], arrays[0], layout.dtype).reshape(-1) for spec in layout.tensors]
         if not all(kernels.all_finite(part) for part in parts):
             raise ValueError("its residual is not finite")
-        self.algorithm.residual = kernels.join(parts)
+        rates = np.array([float(state.get("rates", {}).get(spec.name, 0.0)) for spec in layout.tensors])
+        if not ((rates >= 0) & np.isfinite(rates)).all():
+            raise ValueError("its learning rates are not numbers >= 0")
+        self.algorithm.residual.vector = kernels.flat_vector(parts, layout.dtype)
+        self.algorithm.residual.rates = rates
+
+
+class MiCROExchange(ResidualExchange):
+    """MiCRO at work.
+
+    Raises:
+        SettingError: MiCRO cannot work with these settings.
+    """
+
+    method = "micro"
+
+    def __init__(
+        self, density: float, threshold: str, value_dtype: str | None, follow_learning_rate: bool | None = None
+    ) -> None:
+        micro.check_settings(density, threshold, value_dtype)
+        super().__init__(follow_learning_rate, density=float(density), threshold=threshold, value_dtype=value_dtype)
+
+    def reset(self) -> None:
+        super().reset()
+        self._flush = False
+
+    def flush(self) -> None:
+        """Make the next step send everything that is held back, on all ranks; one of them may ask for all."""
+        self._flush = True
+        self.something_to_say = True
+
+    def _make_algorithm(self, layout: FlatLayout) -> MiCRO:
+        return MiCRO(layout, *(self.settings[name] for name in ("density", "threshold", "value_dtype")))
+
+    def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None) -> StepStats:
+        stats = super()._make_stats(algorithm, update)
+        return stats if update else stats._replace(threshold=self.algorithm.estimator.threshold)
+
+    def _save(self) -> dict[str, Any]:
+        return {"threshold": self.algorithm.estimator.state(), **super()._save()}
+
+    def _restore(self, state: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+        self.algorithm.estimator.load(state.get("threshold", {}))
+        super()._restore(state, arrays)
 
     def _state_notes(self, algorithm: MiCRO) -> Notes:
         return {**super()._state_notes(algorithm), "threshold": algorithm.estimator.state(), "flush": self._flush}
@@ -277,16 +333,41 @@ class A2SGDExchange(Exchange):
     def _make_algorithm(self, layout: FlatLayout) -> A2SGD:
         return A2SGD(layout, self.settings["granularity"])
 
-    def _make_stats(self, algorithm: A2SGD, update: SignShift | None) -> StepStats:
+    def _make_stats(self, algorithm: A2SGD, update: Update | None) -> StepStats:
         step, sync_every = algorithm.t, self.settings["sync_every"]
         self.averaging_due = self.averaging_due or (sync_every is not None and step % sync_every == 0)
-        return StepStats(
-            step=step,
-            numel=algorithm.layout.numel,
-            target_density=None,
-            density=None,
-            selected=None,
-            threshold=None,
-            bytes_sent=0,
-            skipped=update is None,
-        )
+        return super()._make_stats(algorithm, update)
+
+
+class TopKExchange(ResidualExchange):
+    """Top-k at work.
+
+    Raises:
+        SettingError: top-k cannot work with this density.
+    """
+
+    method = "topk"
+
+    def __init__(self, density: float, follow_learning_rate: bool | None = None) -> None:
+        topk.check_settings(density)
+        super().__init__(follow_learning_rate, density=float(density))
+
+    def _make_algorithm(self, layout: FlatLayout) -> TopK:
+        return TopK(layout, self.settings["density"])
+
+
+class QSGDExchange(Exchange):
+    """QSGD at work.
+
+    Raises:
+        SettingError: QSGD cannot work with this number of bits.
+    """
+
+    method = "qsgd"
+
+    def __init__(self, bits: int) -> None:
+        qsgd.check_settings(bits)
+        super().__init__(bits=int(bits))
+
+    def _make_algorithm(self, layout: FlatLayout) -> QSGD:
+        return QSGD(layout, **self.settings)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, zip_longest
 from math import prod
 from typing import NamedTuple
-
-from horovod_sparse.core.collectives import Array
-from horovod_sparse.core.partition import Partition
 
 
 class TensorSpec(NamedTuple):
@@ -31,16 +28,6 @@ def accumulator_dtype(tensors: Iterable[TensorSpec]) -> str:
     return "float64" if any(tensor.dtype == "float64" for tensor in tensors) else "float32"
 
 
-class Piece(NamedTuple):
-    """The overlap of one tensor with a partition of the flat vector."""
-
-    tensor: int
-    within: slice
-    """The piece inside the flattened tensor."""
-    flat: slice
-    """The piece inside the flat vector."""
-
-
 class FlatLayout:
     """Tensors laid end to end in one vector of `numel` elements, in the order of their names.
 
@@ -58,17 +45,6 @@ class FlatLayout:
     def flat(cls, numel: int, dtype: str = "float32") -> FlatLayout:
         """The layout of a single vector."""
         return cls([TensorSpec("flat", (numel,), dtype)])
-
-    def split(self, vector: Array) -> list[Array]:
-        """One-dimensional views of `vector`, shape (numel,), one a tensor."""
-        return [vector[start:stop] for start, stop in zip(self.offsets, self.offsets[1:], strict=False)]
-
-    def pieces(self, partition: Partition) -> Iterator[Piece]:
-        """The non-empty overlaps of the tensors with `partition`, in order."""
-        for i, (start, stop) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
-            low, high = max(start, partition.start), min(stop, partition.stop)
-            if low < high:
-                yield Piece(i, slice(low - start, high - start), slice(low, high))
 
 
 def first_difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> tuple[str, str] | None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from horovod_sparse.core.collectives import Allgather, Allreduce, Array
+from horovod_sparse.core.collectives import Allgather, Allreduce, Alltoall, Array
+from horovod_sparse.core.indices import code_dtype, decode, encode
 from horovod_sparse.core.kernels import kernels_for
 from horovod_sparse.core.layout import FlatLayout
 from horovod_sparse.core.partition import owned_partition
-from horovod_sparse.core.step import SettingError, Step
+from horovod_sparse.core.residual import Residual
+from horovod_sparse.core.step import SettingError, Step, Update
 from horovod_sparse.core.threshold import AdaptiveThreshold, Magnitudes, PaperThreshold, ThresholdEstimator
 
 # Counts travel in the dtype of Horovod's tokens, so that Horovod may fuse them; their rounding, beyond 2**24 elements,
 # is far below the estimators' own error.
 COUNT_DTYPE = "float32"
+# A rank that owns more selected elements than this counts a sample of what it owns.
+ENOUGH_COUNTED = 2048
 
 
 def check_settings(density: float, threshold: str, value_dtype: str | None) -> None:
@@ -28,42 +30,19 @@ def check_settings(density: float, threshold: str, value_dtype: str | None) -> N
         raise SettingError("density", density, "a number in (0, 1], the share of the gradient to send in a step")
     if not isinstance(threshold, str) or threshold not in ("adaptive", "paper"):
         raise SettingError("threshold", threshold, '"adaptive" or "paper"')
-    if value_dtype is not None and (not isinstance(value_dtype, str) or value_dtype != "float16"):
-        raise SettingError("value_dtype", value_dtype, 'None (as accumulated) or "float16"')
-
-
-@dataclass(frozen=True)
-class SparseUpdate:
-    """The mean update: `values` at `indices`, ascending, of the flat vector, 0 elsewhere; indices None: everywhere."""
-
-    indices: Array | None
-    values: Array
-    threshold: float
-    """From what magnitude on elements were selected; 0.0 where all were."""
-
-    def write(self, layout: FlatLayout, gradient: list[Array], out: list[Array] | None = None) -> None:
-        """Write the update to `out`, by default over the flattened tensors of `gradient`."""
-        targets = out or gradient
-        if self.indices is None:
-            for target, source in zip(targets, layout.split(self.values), strict=True):
-                target[:] = source
-            return
-        kernels = kernels_for(self.values)
-        bounds = kernels.bounds(self.indices, layout.offsets)
-        for i, target in enumerate(targets):
-            part = slice(bounds[i], bounds[i + 1])
-            kernels.write_sparse(target, self.indices[part] - layout.offsets[i], self.values[part])
+    if value_dtype is not None and (not isinstance(value_dtype, str) or value_dtype not in ("float16", "bfloat16")):
+        raise SettingError("value_dtype", value_dtype, 'None (as accumulated), "float16" or "bfloat16"')
 
 
 class MiCRO:
-    """One rank's state: the residual, shape (d,), the threshold, and the step t.
+    """One rank's state: the residual, a flat vector of d elements, the threshold, and the step t.
 
     Args:
         layout: the flat vector of d elements.
         density: the share of the elements to send in a step, k / d, in (0, 1]; 1 sends all, without indices.
         threshold: the estimator, "adaptive" or "paper" (see `core.threshold`).
-        value_dtype: "float16" halves the values' bytes, and what it rounds off stays in the residual; None sends
-            them as accumulated.
+        value_dtype: "float16" or "bfloat16" halves the values' bytes, and what it rounds off stays in the residual;
+            None sends them as accumulated.
 
     Raises:
         SettingError: a setting is none of these.
@@ -79,7 +58,7 @@ class MiCRO:
         self.estimator: ThresholdEstimator = (
             AdaptiveThreshold(layout.dtype) if threshold == "adaptive" else PaperThreshold()
         )
-        self.residual: Array | None = None
+        self.residual = Residual(layout)
         self.t = 0
         self.flushing = False
         """Set on all ranks, it makes the next step send everything, unrounded; that step clears it."""
@@ -94,35 +73,44 @@ class MiCRO:
         """Size and dtype of what a step's first round reduces."""
         return 1 + len(self.estimator.magnitudes(self.k)), COUNT_DTYPE
 
-    def step(self, gradient: list[Array], rank: int, world_size: int) -> Step[SparseUpdate | None]:
+    def step(
+        self,
+        gradient: list[Array],
+        rank: int,
+        world_size: int,
+        out: list[Array] | None = None,
+        rates: list[float] | None = None,
+    ) -> Step[Update | None]:
         """One step on one rank (MiCRO, algorithm 1).
 
-        Until the first round has shown that the gradients of all ranks are finite, the residual is not touched: a
-        step that is skipped leaves it as it was, to the bit. If a later round fails, the residual holds
-        acc_i: nothing is lost.
+        acc_i takes the memory of `out` and becomes the residual; the old residual's memory becomes the update. So d is
+        touched as seldom as can be, and a step that is skipped leaves the residual as it was, to the bit. If a later
+        round fails, the residual holds acc_i: nothing is lost.
 
         Args:
-            gradient: g_i, the flattened tensors of `layout`, of a floating dtype; not modified.
+            gradient: g_i, the flattened tensors of `layout`, of a floating dtype.
             rank, world_size: i and n.
+            out: memory for as many elements, in the layout's dtype, which is the step's from now on; it may be that of
+                `gradient`. None: new memory; `gradient` is not modified.
+            rates: the learning rate of each tensor, for what is held back to follow: see `Residual`. None: it does not.
 
         Returns:
             The mean update, the same on all ranks; None if the gradient of some rank was not finite.
         """
         kernels = kernels_for(gradient[0])
-        gradient = [kernels.cast(g, self.layout.dtype) for g in gradient]
-        if self.residual is None:
-            self.residual = kernels.zeros(gradient[0], self.layout.numel, self.layout.dtype)
-        residual, k = self.residual, self.k
-        owned = owned_partition(self.layout.numel, world_size, rank, self.t)
-        owned_pairs = [(residual[p.flat], gradient[p.tensor][p.within]) for p in self.layout.pieces(owned)]
+        layout, k = self.layout, self.k
+        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates)
+
+        # Is acc_i finite on all ranks, and how many elements reach the magnitudes that the estimator asks for?
+        owned = owned_partition(layout.numel, world_size, rank, self.t)
+        stride = max(int(k / world_size / ENOUGH_COUNTED), 1)
 
         def count(magnitudes: Magnitudes) -> Array:
-            return kernels.numbers(kernels.count_at_least(owned_pairs, magnitudes), residual, COUNT_DTYPE)
+            counts = kernels.count_at_least(acc, owned, magnitudes, stride)
+            return kernels.numbers(counts, gradient[0], COUNT_DTYPE)
 
-        # Is every gradient finite, and how many elements reach the magnitudes that the estimator asks for?
-        finite = all(kernels.all_finite(g) for g in gradient)
         magnitudes = self.estimator.magnitudes(k)
-        flag = kernels.numbers([0.0 if finite else np.nan], residual, COUNT_DTYPE)
+        flag = kernels.numbers([nan_unless_finite], gradient[0], COUNT_DTYPE)
         counts = yield Allreduce(kernels.join([flag, count(magnitudes)]))
         self.t += 1
         if not kernels.all_finite(counts):
@@ -132,29 +120,63 @@ class MiCRO:
         threshold = 0.0
         if not everything:
             threshold = yield from self.estimator.estimate(magnitudes, counts[1:], k, count)
+        update = self.residual.replace(acc, rates)
 
-        for part, g in zip(self.layout.split(residual), gradient, strict=True):
-            kernels.accumulate(part, g)  # acc_i = residual_i + g_i, in the residual's place
-
-        if everything:
-            indices, values = None, residual
-        else:
-            own = kernels.select(residual[owned.start : owned.stop], threshold, owned.start, self._index_dtype)
-            indices = kernels.in_ascending_order((yield Allgather(own)))
-            values = kernels.gather(residual, indices)
+        indices = None
+        if not everything:
+            own = kernels.select(acc, owned, threshold, self._index_dtype)
+            messages = yield Allgather(encode(own, owned.start, self._code_dtype))
+            starts = [owned_partition(layout.numel, world_size, i, self.t - 1).start for i in range(world_size)]
+            indices = decode(messages, starts, (1 - self.t) % world_size, self._code_dtype, self._index_dtype)
             self.estimator.observe(len(indices), k)
-        if self.value_dtype is None or self.flushing:
-            sent, kept = values, 0.0
-        else:
-            sent = kernels.round_to(values, self.value_dtype, world_size)
-            kept = values - kernels.cast(sent, self.layout.dtype)
-        summed = yield Allreduce(sent)
-        mean = kernels.cast(summed, self.layout.dtype) / world_size
-
-        kernels.put(residual, indices, kept)
+        values = kernels.take(acc, indices)  # residual_i = acc_i, set to 0 at all selected indices
+        try:
+            value_dtype = None if self.flushing else self.value_dtype
+            summed, rounding = yield from sum_rounded(values, value_dtype, rank, world_size)
+        except BaseException:
+            kernels.put(acc, indices, values)
+            raise
+        if rounding is not None:
+            kernels.put(acc, indices, rounding)
+        kernels.write_sparse(update, indices, summed / world_size)
         self.flushing = False
-        return SparseUpdate(indices, mean, threshold)
+        return Update(kernels.split(update, layout), indices, threshold)
 
     @property
     def _index_dtype(self) -> str:
         return "int32" if self.layout.numel < 2**31 else "int64"
+
+    @property
+    def _code_dtype(self) -> str:
+        return code_dtype(self.density)
+
+
+def sum_rounded(values: Array, dtype: str | None, rank: int, world_size: int) -> Step[tuple[Array, Array | None]]:
+    """The sum of `values` over the ranks, sent as `dtype`, and what this rank has rounded off; None if nothing.
+
+    Horovod adds no bfloat16: each rank adds up a part of the values, which costs as many bytes as Horovod's allreduce.
+    """
+    kernels = kernels_for(values)
+    own_dtype = str(values.dtype).removeprefix("torch.")
+    if dtype is None:
+        return (yield Allreduce(values)), None
+    if dtype == "float16":
+        sent = kernels.round_to(values, dtype, world_size)
+        summed = yield Allreduce(sent)
+        return kernels.cast(summed, own_dtype), values - kernels.cast(sent, own_dtype)
+
+    def sent_as(values: Array) -> tuple[Array, Array]:
+        bits = kernels.to_bfloat16(values)
+        return kernels.bytes_of(bits), values - kernels.from_bfloat16(bits, own_dtype)
+
+    def received(message: Array) -> Array:
+        return kernels.from_bfloat16(kernels.bytes_as(message, "int16"), own_dtype)
+
+    size = -(-len(values) // world_size)  # of a rank's part
+    padding = kernels.numbers([0.0] * (size * world_size - len(values)), values, own_dtype)
+    message, rounding = sent_as(kernels.join([values, padding]))
+    part = sum(received((yield Alltoall(message))).reshape(world_size, size))
+    message, rounding_of_part = sent_as(part)
+    rounding[rank * size : (rank + 1) * size] += rounding_of_part
+    summed = received((yield Allgather(message)))
+    return summed[: len(values)], rounding[: len(values)]

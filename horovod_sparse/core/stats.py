@@ -8,7 +8,7 @@ from typing import NamedTuple
 class StepStats(NamedTuple):
     """What one step selected and sent.
 
-    `density`, `target_density`, `selected` and `threshold` are None for a method that selects no elements (A2SGD).
+    `density`, `target_density`, `selected` and `threshold` are None for a method that selects no elements: A2SGD, QSGD.
     """
 
     step: int
@@ -21,7 +21,8 @@ class StepStats(NamedTuple):
     selected: int | None
     """Elements updated in this step, over all ranks."""
     threshold: float | None
-    """Magnitude from which elements were selected; 0.0 if everything was sent; None if there was none yet."""
+    """Magnitude from which elements were selected, for top-k by this rank; 0.0 if MiCRO sent everything; None if there
+    was none."""
     bytes_sent: int
     """Payload in bytes that this rank handed to Horovod in this step."""
     skipped: bool

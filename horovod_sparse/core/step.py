@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from horovod_sparse.core.collectives import Array, Collective
-from horovod_sparse.core.layout import FlatLayout
 
 Result = TypeVar("Result")
 
@@ -14,11 +14,16 @@ Result = TypeVar("Result")
 Step = Generator[Collective, Array, Result]
 
 
-class Update(Protocol):
-    """What a step returns: how to turn this rank's gradient into the one to apply."""
+@dataclass(frozen=True)
+class Update:
+    """What a step returns."""
 
-    def write(self, layout: FlatLayout, gradient: list[Array], out: list[Array] | None = None) -> None:
-        """Write the mean update to `out`, by default over the flattened tensors of `gradient`."""
+    gradient: list[Array]
+    """The flattened tensors of the gradient to apply."""
+    indices: Array | None = None
+    """Where it is not 0, ascending, in the flat vector; None: everywhere."""
+    threshold: float | None = None
+    """From what magnitude on elements were selected; 0.0 where all were; None for a method that has no threshold."""
 
 
 class SettingError(ValueError):

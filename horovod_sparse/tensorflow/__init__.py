@@ -1,4 +1,4 @@
-"""MiCRO and A2SGD for `horovod.tensorflow`.
+"""Gradient compression for `horovod.tensorflow`: MiCRO, A2SGD, top-k and QSGD.
 
 Either take the compressors to stock Horovod, where they work on what it reduces together, a tensor or a group:
 
@@ -13,7 +13,13 @@ optimizers, callbacks and models there is `horovod_sparse.tensorflow.keras`.
 
 from horovod_sparse.core import StepStats
 from horovod_sparse.tensorflow._horovod import hvd as _hvd
-from horovod_sparse.tensorflow.compressor import A2SGDCompressor, MiCROCompressor, get_compressor
+from horovod_sparse.tensorflow.compressor import (
+    A2SGDCompressor,
+    MiCROCompressor,
+    QSGDCompressor,
+    TopKCompressor,
+    get_compressor,
+)
 from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.optimizer import DistributedOptimizer
 from horovod_sparse.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -22,10 +28,12 @@ globals().update({name: value for name, value in vars(_hvd).items() if name[0] !
 
 
 class Compression(_hvd.Compression):  # type: ignore[misc]
-    """Horovod's compressors and ours: `none`, `fp16`, `micro`, `a2sgd`."""
+    """Horovod's compressors and ours: `none`, `fp16`, `micro`, `a2sgd`, `topk`, `qsgd`."""
 
     micro = MiCROCompressor
     a2sgd = A2SGDCompressor
+    topk = TopKCompressor
+    qsgd = QSGDCompressor
 
 
 __all__ = [
@@ -35,7 +43,9 @@ __all__ = [
     "DistributedOptimizer",
     "MiCROCompressor",
     "PartialDistributedGradientTape",
+    "QSGDCompressor",
     "StepStats",
+    "TopKCompressor",
     "broadcast_variables",
     "get_compressor",
 ]

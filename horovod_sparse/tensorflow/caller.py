@@ -38,6 +38,8 @@ class Call(NamedTuple):
     """What the user calls the tensors."""
     place: str = ""
     """Where the user called Horovod, and with what kind of tensors."""
+    learning_rate: Any = None
+    """A scalar tensor, if what is held back is to follow it."""
     graph: Any = None
     """The graph in which Horovod reduces all gradients of a model, one after the other; None if it does not."""
 
@@ -53,7 +55,7 @@ def find_call(tensor: Any) -> Call:
     allreduce = next((f for f, function in frames if function in ("allreduce", "grouped_allreduce")), None)
     if allreduce is None:
         raise ValueError(
-            "MiCRO and A2SGD reduce gradients: pass them as compression= to DistributedOptimizer, to "
+            "the compressors of horovod_sparse reduce gradients: pass them as compression= to DistributedOptimizer, to "
             "DistributedGradientTape, or to hvd.allreduce; for other operations use compression=hvd.Compression.fp16"
         )
     how = allreduce.f_locals
@@ -70,7 +72,7 @@ def find_call(tensor: Any) -> Call:
     graph_name = "" if tf.is_tensor(tensor) and hasattr(tensor, "numpy") else tensor.name
     place = f"{_place(allreduce)} {graph_name} {[(t.shape, t.dtype) for t in tensors]}"
     factor = how["prescale_factor"] * how["postscale_factor"]
-    return Call(tensors, variables, how["op"], how["process_set"], factor, how["name"], place, graph)
+    return Call(tensors, variables, how["op"], how["process_set"], factor, how["name"], place, graph=graph)
 
 
 def _frames() -> Iterator[FrameType]:

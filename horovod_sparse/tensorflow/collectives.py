@@ -9,16 +9,14 @@ graph may run on a single thread.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
-from horovod_sparse.core.collectives import Allgather, Allreduce, Array
+from horovod_sparse.core.collectives import Allgather, Allreduce, Alltoall, Array
 from horovod_sparse.core.step import Step
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.graphs import weakly
@@ -31,34 +29,10 @@ OPERATIONS = [
     *((FIRST, Allreduce, np.dtype(name)) for name in ("float32", "float64")),
     (FIRST, Allgather, np.dtype("int64")),
     *((LATER, Allreduce, np.dtype(name)) for name in ("float16", "float32", "float64")),
-    *((LATER, Allgather, np.dtype(name)) for name in ("uint8", "int32", "int64")),
+    *((LATER, Allgather, np.dtype(name)) for name in ("uint8", "int64")),
+    (LATER, Alltoall, np.dtype("uint8")),
 ]
 NONE = -1
-
-# What TensorFlow takes over from numpy without a copy.
-ALIGNMENT = 64
-
-
-class ResultMemory:
-    """Memory for a result that TensorFlow takes over without a copy, run after run the same where that is possible.
-
-    New memory costs as much time as writing to it.
-    """
-
-    def __init__(self, shape: Sequence[int], dtype: str) -> None:
-        self._shape = tuple(shape)
-        self._dtype = np.dtype(dtype)
-        self._array: NDArray[Any] | None = None
-
-    def array(self) -> NDArray[Any]:
-        """An array of any values, which nobody else has."""
-        # Ours, and the argument of getrefcount: TensorFlow holds another as long as there is a tensor with this memory.
-        if self._array is None or sys.getrefcount(self._array) > 2:
-            nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
-            memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-            start = -memory.ctypes.data % ALIGNMENT
-            self._array = memory[start : start + nbytes].view(self._dtype).reshape(self._shape)
-        return self._array
 
 
 class InGraph:
@@ -114,7 +88,10 @@ class InGraph:
         """The answer to a request, as bytes."""
         array = tf.bitcast(tf.reshape(payload, [-1, dtype.itemsize] if dtype.itemsize > 1 else [-1]), dtype)
         names = {"name": f"{self._name}.{when}", "ignore_name_scope": True, "process_set": self._process_set}
-        answer = hvd.allgather(array, **names) if kind is Allgather else hvd.allreduce(array, op=hvd.Sum, **names)
+        if kind is Allreduce:
+            answer = hvd.allreduce(array, op=hvd.Sum, **names)
+        else:
+            answer = hvd.allgather(array, **names) if kind is Allgather else hvd.alltoall(array, **names)
         return tf.reshape(tf.bitcast(answer, tf.uint8), [-1])
 
     # What the graph calls

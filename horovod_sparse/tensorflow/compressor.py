@@ -27,7 +27,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from horovod_sparse._compressor import A2SGDSettings, MiCROSettings, is_or_makes, on_class_or_instance
+from horovod_sparse._compressor import (
+    A2SGDSettings,
+    MiCROSettings,
+    QSGDSettings,
+    TopKSettings,
+    is_or_makes,
+    on_class_or_instance,
+)
 from horovod_sparse.core import StepStats, TensorSpec
 from horovod_sparse.core.collectives import Array
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange
@@ -62,14 +69,14 @@ class Parts(NamedTuple):
 
 
 class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
-    """What MiCROCompressor and A2SGDCompressor share: life inside TensorFlow's graphs."""
+    """What the compressors share: life inside TensorFlow's graphs."""
 
     _hvd = hvd
     small = 0
     """Stock Horovod reduces a tensor with fewer elements as it is."""
 
     def __init__(self, make_exchange: Callable[[], Exchange]) -> None:
-        make_exchange()  # raises what is wrong with the settings
+        self.settings = make_exchange().settings
         self._make_exchange = make_exchange
         self.slots: dict[Any, Slot] = {}
         self._waiting: list[Exchange] = []  # with a loaded state, for the slots to come
@@ -168,13 +175,22 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     # For what puts us to work
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], op: Any, process_set: Any) -> list[Any]:
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        op: Any,
+        process_set: Any,
+        learning_rate: Any = None,
+    ) -> list[Any]:
         """Reduce the dense gradients of a model's variables, the whole model in one.
+
+        What is held back follows `learning_rate`, a scalar tensor, unless that is None.
 
         Raises:
             ValueError: the gradients cannot be reduced in this way, or here.
         """
-        return self._reduce(Call(gradients, variables, op, process_set))
+        return self._reduce(Call(gradients, variables, op, process_set, learning_rate=learning_rate))
 
     def average_if_due(self, variables: Sequence[Any]) -> None:
         """Once a step has been applied: average its variables over the ranks, if the method wants that now."""
@@ -186,10 +202,18 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             self.slots[key, specs] = Slot(exchange, specs, process_set)
         return self.slots[key, specs]
 
-    def step(self, slot: Slot, gradient: dict[TensorSpec, Array], how: dict[str, Any], process_set: Any) -> Step[Any]:
+    def step(
+        self,
+        slot: Slot,
+        gradient: dict[TensorSpec, Array],
+        out: dict[TensorSpec, Array],
+        rates: dict[TensorSpec, float] | None,
+        how: dict[str, Any],
+        process_set: Any,
+    ) -> Step[Any]:
         """One step of a set of tensors. Before the first of all, the ranks compare notes."""
         meet = process_set not in self._met
-        update = yield from slot.step(gradient, how, meet, process_set.rank(), process_set.size())
+        update = yield from slot.step(gradient, out, rates, how, meet, process_set.rank(), process_set.size())
         self._met.add(process_set)
         return update
 
@@ -235,6 +259,11 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 f"{method} cannot work in a function that XLA compiles, as Horovod cannot: pass jit_compile=False to "
                 "model.compile() or tf.function()"
             )
+        if call.learning_rate is None and self.settings.get("follow_learning_rate"):
+            raise ValueError(
+                "follow_learning_rate=True: only the DistributedOptimizer of horovod_sparse.tensorflow.keras knows the "
+                "learning rate. Use that, or leave follow_learning_rate out"
+            )
         specs = specs_of(call)
         for spec in specs:
             if spec.dtype not in FLOATING:
@@ -259,7 +288,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             self._trained[tuple(map(id, variables))] = trained
             first = self._before_reduction(trained, key, variables)
         with tf.control_dependencies([] if first is None else [first]):
-            return reduction(key, call.tensors)
+            return reduction(key, call.tensors, call.learning_rate)
 
     def _warn_of_no_name(self, place: str) -> None:
         """Called where a tensor is told from others only by the place that reduces it."""
@@ -291,8 +320,8 @@ def _forget(compressor_ref: weakref.ref[SparseCompressor], key: bytes, specs: tu
             del compressor._trained[ids]
 
 
-class MiCROCompressor(MiCROSettings, SparseCompressor):
-    __doc__ = MiCROSettings.__doc__
+class ResidualCompressor(SparseCompressor):
+    """What the compressors share that hold something back."""
 
     small = SMALL
 
@@ -300,10 +329,25 @@ class MiCROCompressor(MiCROSettings, SparseCompressor):
         if place not in self._warned:
             self._warned.add(place)
             warnings.warn(
-                f"hvd.allreduce(..., compression=MiCROCompressor) without name=, at {place.split()[0]}: all tensors of "
-                "this shape that are reduced there share what MiCRO holds back. Give each tensor a name of its own",
+                f"hvd.allreduce(..., compression={type(self).__name__}) without name=, at {place.split()[0]}: all "
+                "tensors of this shape that are reduced there share what it holds back. Give each tensor a name of its "
+                "own",
                 stacklevel=2,
             )
+
+
+class MiCROCompressor(MiCROSettings, ResidualCompressor):
+    __doc__ = MiCROSettings.__doc__
+
+
+class TopKCompressor(TopKSettings, ResidualCompressor):
+    __doc__ = TopKSettings.__doc__
+
+
+class QSGDCompressor(QSGDSettings, SparseCompressor):
+    __doc__ = QSGDSettings.__doc__
+
+    small = SMALL
 
 
 class A2SGDCompressor(A2SGDSettings, SparseCompressor):
@@ -407,7 +451,7 @@ def specs_of(call: Call) -> tuple[TensorSpec, ...]:
         # In a graph, a gradient's shape may be unknown where its variable's is not.
         shape = tf.TensorShape((tensor if variable is None else variable).shape)
         if not shape.is_fully_defined():
-            raise ValueError(f"MiCRO and A2SGD have to know the shape of {name!r} when it is traced; it is {shape}")
+            raise ValueError(f"the shape of {name!r} has to be known when it is traced; it is {shape}")
         seen[name] += 1
         specs.append(TensorSpec(name if seen[name] == 1 else f"{name}#{seen[name]}", tuple(shape), tensor.dtype.name))
     return tuple(specs)
@@ -433,12 +477,12 @@ def key_of(variables: Sequence[Any], otherwise: str = "") -> Any:
 
 
 def get_compressor(optimizer_or_tape: Any) -> Any:
-    """The MiCROCompressor or A2SGDCompressor at work in a distributed optimizer or tape.
+    """The compressor of `horovod_sparse` at work in a distributed optimizer or tape.
 
     It may also be given what the tape was given as `compression`: the class, or the instance.
 
     Raises:
-        TypeError: it uses neither.
+        TypeError: it uses none of them.
     """
     distributed = optimizer_or_tape
     if isinstance(working(distributed), SparseCompressor):
@@ -452,7 +496,7 @@ def get_compressor(optimizer_or_tape: Any) -> Any:
         compression = inspect.getclosurevars(function).nonlocals["compression"]
     if compression is None or not is_or_makes(compression, SparseCompressor):
         raise TypeError(
-            "get_compressor takes an optimizer or a tape that was given compression=MiCROCompressor or "
-            f"A2SGDCompressor, not a {type(optimizer_or_tape).__name__} with compression={compression!r}"
+            "get_compressor takes an optimizer or a tape that was given compression=MiCROCompressor, or another of "
+            f"horovod_sparse, not a {type(optimizer_or_tape).__name__} with compression={compression!r}"
         )
     return working(compression)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse._compressor import is_or_makes
+from horovod_sparse._compressor import follows_learning_rate, is_or_makes
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import SparseCompressor, tf_variable
 
@@ -61,7 +61,12 @@ class Reducer:
         )
 
     def __call__(
-        self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int] = (), generic: bool = False
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        local: Collection[int] = (),
+        generic: bool = False,
+        learning_rate: Any = None,
     ) -> list[Any]:
         """The reduced gradients; None stays None.
 
@@ -69,6 +74,7 @@ class Reducer:
             gradients, variables: as many of the ones as of the others.
             local: the `id` of those variables that each rank keeps to itself.
             generic: name Horovod's operations by position alone.
+            learning_rate: a scalar tensor, if what is held back is to follow it.
         """
         reduced = list(gradients)
         ours: list[int] = []
@@ -86,9 +92,14 @@ class Reducer:
                 reduced[i] = gradient
         if ours:
             chosen = [reduced[i] for i in ours], [variables[i] for i in ours]
-            for i, gradient in zip(ours, self.compression.reduce(*chosen, self._op, self.process_set), strict=True):
+            results = self.compression.reduce(*chosen, self._op, self.process_set, learning_rate)
+            for i, gradient in zip(ours, results, strict=True):
                 reduced[i] = gradient
         return reduced
+
+    def follows_learning_rate(self, is_sgd: bool) -> bool:
+        """Whether what is held back is to follow the learning rate of the optimizer."""
+        return self._ours and follows_learning_rate(self.compression.settings, is_sgd)
 
     def applied(self, reduced: Sequence[Any], variables: Sequence[Any], local: Collection[int] = ()) -> None:
         """The reduced gradients have been applied: average the variables over the ranks, if it is time to."""

@@ -14,11 +14,12 @@ import tensorflow as tf
 from horovod_sparse.core import FlatLayout, TensorSpec
 from horovod_sparse.core.collectives import Allreduce, Array
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange, continued
-from horovod_sparse.core.step import Step
+from horovod_sparse.core.step import Step, Update
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.averaging import average
-from horovod_sparse.tensorflow.collectives import InGraph, ResultMemory
+from horovod_sparse.tensorflow.collectives import InGraph
 from horovod_sparse.tensorflow.graphs import in_program_order, is_for_session, keep_while_traced_graphs_live, weakly
+from horovod_sparse.tensorflow.memory import ResultMemory
 
 if TYPE_CHECKING:
     from horovod_sparse.tensorflow.compressor import SparseCompressor
@@ -67,12 +68,19 @@ class Slot:
         return [(crc32(repr((self._kind, order, self._how)).encode()) >> i) & 1 for i in range(IDENTITY_BITS)]
 
     def step(
-        self, gradient: dict[TensorSpec, Array], how: dict[str, Any], meet: bool, rank: int, world_size: int
+        self,
+        gradient: dict[TensorSpec, Array],
+        out: dict[TensorSpec, Array],
+        rates: dict[TensorSpec, float] | None,
+        how: dict[str, Any],
+        meet: bool,
+        rank: int,
+        world_size: int,
     ) -> Step[Any]:
         """One step. In its first round it finds out whether all ranks step the same tensors.
 
         Args:
-            gradient, rank, world_size: as for `Exchange.step`.
+            gradient, out, rates, rank, world_size: as for `Exchange.step`.
             how: what else has to be the same on all ranks.
             meet: compare notes with the other ranks before anything else.
         """
@@ -80,7 +88,7 @@ class Slot:
         try:
             if meet:
                 yield from self.exchange.meet(sorted(gradient))
-            step = self.exchange.step(gradient, rank, world_size)
+            step = self.exchange.step(gradient, rank, world_size, out, rates)
             request = next(step).array
             packed = _pack(self._identity(), world_size)
             answer = yield Allreduce(np.concatenate([np.array(packed, request.dtype), request]))
@@ -130,16 +138,18 @@ class Reduction:
         self.slot: Slot | None = None
         """That of the last run."""
 
-    def __call__(self, key: Any, tensors: Sequence[Any]) -> list[Any]:
+    def __call__(self, key: Any, tensors: Sequence[Any], learning_rate: Any = None) -> list[Any]:
         """The reduced tensors.
 
         Args:
             key: a string tensor that tells these tensors from others of the same specs.
             tensors: in the order of `specs`.
+            learning_rate: a scalar, if what is held back is to follow it.
         """
         keep_while_traced_graphs_live(self)
         try:
-            return self._graph(key, list(tensors))  # type: ignore[no-any-return]
+            rate = tf.constant(0.0) if learning_rate is None else tf.cast(learning_rate, tf.float32)
+            return self._graph(key, rate, list(tensors))  # type: ignore[no-any-return]
         except tf.errors.OpError:
             if self._in_graph.error:
                 raise self._in_graph.error from None
@@ -169,51 +179,47 @@ class Reduction:
 
     # While a graph is traced
 
-    def _build(self, key: Any, tensors: list[Any]) -> list[Any]:
+    def _build(self, key: Any, rate: Any, tensors: list[Any]) -> list[Any]:
         in_program_order()
         accumulated = [tf.cast(tensor, self._layout.dtype) for tensor in tensors]
         with tf.device("/cpu:0"):
-            results = self._in_graph([key, *accumulated], [self._layout.dtype] * len(tensors))
+            results = self._in_graph([key, rate, *accumulated], [self._layout.dtype] * len(tensors))
         for result, spec in zip(results, self._specs, strict=True):
             result.set_shape(spec.shape)
         return [tf.cast(result, spec.dtype) for result, spec in zip(results, self._specs, strict=True)]
 
     # When it runs
 
-    def _start(self, key: bytes, *arrays: Array) -> Step[Any]:
-        self._arrays = arrays
+    def _start(self, key: bytes, rate: float, *arrays: Array) -> Step[Any]:
         self.slot = None
-        if not self.process_set.included() or self.process_set.size() == 1:
-            return _nothing()
-        self.slot = self._compressor.slot(as_bytes(key), self._specs, self.process_set)
+        self._out = dict(zip(self._specs, (memory.take() for memory in self._memory), strict=True))
         gradient = {spec: array.reshape(-1) for spec, array in zip(self._specs, arrays, strict=True)}
+        if not self.process_set.included() or self.process_set.size() == 1:
+            return _unchanged(gradient, self._out)
+        self.slot = self._compressor.slot(as_bytes(key), self._specs, self.process_set)
         how = {"op": "Sum" if self._op == hvd.Sum else "Average", "factor": self._factor}
-        return self._compressor.step(self.slot, gradient, how, self.process_set)
+        rates = dict.fromkeys(self._specs, float(rate)) if rate > 0 else None  # 0 where there is none to follow
+        return self._compressor.step(self.slot, gradient, self._out, rates, how, self.process_set)
 
-    def _finish(self, update: Any) -> list[Array]:
+    def _finish(self, update: Update | None) -> list[Array]:
         """The gradients to apply."""
-        slot, arrays = self.slot, self._arrays
-        self._arrays = ()
+        slot, out = self.slot, self._out
+        self._out = {}
         self._compressor.last = self
-        results = [memory.array() for memory in self._memory]
-        if slot is None:
-            for result, array in zip(results, arrays, strict=True):
-                np.copyto(result, array)
-        elif update is None:  # as Horovod would have it: a gradient that is not finite on one rank is so on all
-            for result in results:
-                result.fill(np.nan)
-        else:
-            order = sorted(range(len(arrays)), key=self._specs.__getitem__)
-            update.write(self._layout, *([each[i].reshape(-1) for i in order] for each in (arrays, results)))
+        if update:
+            out = dict(zip(self._layout.tensors, update.gradient, strict=True))
+        else:  # as Horovod would have it: a gradient that is not finite on one rank is so on all
+            for array in out.values():
+                array.fill(np.nan)
         if slot:
             count(slot.exchange, self._in_graph.bytes_sent)
         factor = self._factor * (self.process_set.size() if slot and self._op == hvd.Sum else 1)
-        for spec, result in zip(self._specs, results, strict=True):
+        for spec, array in out.items():
             if factor != 1:
-                result *= factor
+                array *= factor
             if spec.dtype in ("float16", "bfloat16"):  # what they cannot hold becomes the largest that they can
-                np.clip(result, tf.as_dtype(spec.dtype).min, tf.as_dtype(spec.dtype).max, out=result)
-        return results
+                np.clip(array, tf.as_dtype(spec.dtype).min, tf.as_dtype(spec.dtype).max, out=array)
+        return [memory.give(out[spec]) for memory, spec in zip(self._memory, self._specs, strict=True)]
 
     def _averaging_due(self, key: bytes) -> Any:
         exchange = self._exchange_of(key)
@@ -241,7 +247,9 @@ def as_bytes(key: Any) -> bytes:
     return key if isinstance(key, bytes) else bytes(np.asarray(key).item())
 
 
-def _nothing() -> Step[None]:
+def _unchanged(gradient: dict[TensorSpec, Array], out: dict[TensorSpec, Array]) -> Step[Update]:
     """A step that needs no other rank."""
-    return None
+    for spec, array in gradient.items():
+        np.copyto(out[spec], array)
+    return Update([out[spec] for spec in sorted(out)])
     yield

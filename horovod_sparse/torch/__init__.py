@@ -1,4 +1,4 @@
-"""MiCRO and A2SGD for `horovod.torch`.
+"""Gradient compression for `horovod.torch`: MiCRO, A2SGD, top-k and QSGD.
 
 Either take the compressors to stock Horovod:
 
@@ -12,17 +12,25 @@ or import this module as `hvd`: it offers all of `horovod.torch`, with `Compress
 
 from horovod_sparse.core import StepStats
 from horovod_sparse.torch._horovod import hvd as _hvd
-from horovod_sparse.torch.compressor import A2SGDCompressor, MiCROCompressor, get_compressor
+from horovod_sparse.torch.compressor import (
+    A2SGDCompressor,
+    MiCROCompressor,
+    QSGDCompressor,
+    TopKCompressor,
+    get_compressor,
+)
 from horovod_sparse.torch.optimizer import DistributedOptimizer
 
 globals().update({name: value for name, value in vars(_hvd).items() if name[0] != "_" and name not in globals()})
 
 
 class Compression(_hvd.Compression):  # type: ignore[misc]
-    """Horovod's compressors and ours: `none`, `fp16`, `micro`, `a2sgd`."""
+    """Horovod's compressors and ours: `none`, `fp16`, `micro`, `a2sgd`, `topk`, `qsgd`."""
 
     micro = MiCROCompressor
     a2sgd = A2SGDCompressor
+    topk = TopKCompressor
+    qsgd = QSGDCompressor
 
 
 __all__ = [
@@ -30,6 +38,8 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "MiCROCompressor",
+    "QSGDCompressor",
     "StepStats",
+    "TopKCompressor",
     "get_compressor",
 ]

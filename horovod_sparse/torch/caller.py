@@ -50,7 +50,7 @@ def find_caller(tensor: torch.Tensor) -> Caller:
         return Caller(frame.f_locals["self"], parameter, synchronizing)
     raise ValueError(
         f"a tensor of shape {tuple(tensor.shape)} was given to compress that is not the gradient of a parameter of a "
-        "horovod.torch.DistributedOptimizer. MiCRO and A2SGD compress the gradient of a whole model: pass them to "
-        "hvd.DistributedOptimizer(..., compression=...); for a single tensor use hvd.allreduce(tensor, "
+        "horovod.torch.DistributedOptimizer. The compressors of horovod_sparse compress the gradient of a whole model: "
+        "pass them to hvd.DistributedOptimizer(..., compression=...); for a single tensor use hvd.allreduce(tensor, "
         "compression=hvd.Compression.fp16)"
     )

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.core.collectives import Allgather, Allreduce, Array, Collective
+from horovod_sparse.core.collectives import Allgather, Allreduce, Alltoall, Array, Collective
 from horovod_sparse.core.exchange import check_present
 from horovod_sparse.core.step import Step
 from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch.gradient import as_array
 
 NAP_S = 50e-6
 
@@ -122,12 +123,14 @@ class Collectives:
         name = f"{self.name}.{name}"
         if isinstance(request, Allgather):
             return int(hvd.allgather_async(tensor, name=name, process_set=self.process_set))
+        if isinstance(request, Alltoall):
+            return int(hvd.alltoall_async(tensor, name=name, process_set=self.process_set))
         return int(hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
 
     def answer(self, handle: int) -> Array:
         """The result of a collective, as a numpy array if it lies in host memory."""
-        result: torch.Tensor = hvd.synchronize(handle)
-        return result.numpy() if result.device.type == "cpu" else result
+        result = hvd.synchronize(handle)
+        return as_array(result[0] if isinstance(result, tuple) else result)  # alltoall's comes with the sizes received
 
     def average_(self, tensors: list[torch.Tensor]) -> None:
         """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them.

@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod_sparse._compressor import A2SGDSettings, MiCROSettings, is_or_makes, on_class_or_instance
+from horovod_sparse._compressor import (
+    A2SGDSettings,
+    MiCROSettings,
+    QSGDSettings,
+    TopKSettings,
+    follows_learning_rate,
+    is_or_makes,
+    on_class_or_instance,
+)
 from horovod_sparse.core import FlatLayout, StepStats, TensorSpec
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange
 from horovod_sparse.core.layout import accumulator_dtype
@@ -37,15 +45,15 @@ TOKEN = torch.zeros(1)
 GIVE_UP_S = 30.0
 
 
-class Gradient(NamedTuple):
-    """A gradient of the step under way: what Horovod keeps as its context."""
+class Context(NamedTuple):
+    """What Horovod keeps with a gradient of the step under way."""
 
     compressor: SparseCompressor
-    tensor: torch.Tensor
+    gradient: FlatGradient
 
 
 class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
-    """What MiCROCompressor and A2SGDCompressor share: life inside Horovod's optimizer."""
+    """What the compressors share: life inside Horovod's optimizer."""
 
     _hvd = hvd
 
@@ -65,7 +73,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         return self._exchange.stats
 
     @on_class_or_instance
-    def compress(self_or_class: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, Gradient | None]:
+    def compress(self_or_class: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, Context | None]:
         """Called by Horovod for each gradient: returns a token for Horovod to reduce, and the context.
 
         Raises:
@@ -84,13 +92,13 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         return compressor._compress(tensor, caller)
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Gradient | None) -> torch.Tensor:
+    def decompress(tensor: torch.Tensor, ctx: Context | None) -> torch.Tensor:
         """Called by Horovod with a reduced token: returns the gradient to apply, in the shape of the parameter."""
         if ctx is None:  # Horovod reduced the gradient itself: a sparse one, or that of a single rank
             return tensor
         if not ctx.compressor._finished:
             ctx.compressor._finish_step()
-        return ctx.tensor
+        return ctx.gradient.tensor
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as plain tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
@@ -170,7 +178,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._begin_step()
         self._given_up += 1  # part of the next step's name, which a rank where this step never began must not meet
 
-    def _compress(self, tensor: torch.Tensor, caller: Caller) -> tuple[torch.Tensor, Gradient | None]:
+    def _compress(self, tensor: torch.Tensor, caller: Caller) -> tuple[torch.Tensor, Context | None]:
         optimizer, parameter, synchronizing = caller
         if optimizer.process_set.size() == 1:
             return tensor, None
@@ -188,7 +196,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         algorithm = self._exchange.algorithm
         if algorithm and self._collectives and len(self._gradients) == len(algorithm.layout.tensors):
             self._start_exchange(self._collectives)
-        return TOKEN.to(tensor.device, copy=True), Gradient(self, tensor)
+        return TOKEN.to(tensor.device, copy=True), Context(self, self._gradients[spec])
 
     def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
         """Whether the gradient can be compressed; if it cannot, note why."""
@@ -228,8 +236,19 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 gradient = self._gradients[spec] = FlatGradient(torch.zeros(spec.shape, device=device), usable=True)
                 arrays[spec] = gradient.flatten(dtype)
         self._layout = FlatLayout(arrays)
-        step = self._exchange.step(arrays, collectives.rank, collectives.world_size)
+        out = {spec: gradient.out for spec, gradient in self._gradients.items()}
+        rates = self._learning_rates()
+        step = self._exchange.step(arrays, collectives.rank, collectives.world_size, out, rates)
         self._running = Running(collectives, step, f"first_round{self._given_up or ''}")
+
+    def _learning_rates(self) -> dict[TensorSpec, float] | None:
+        """Those of this step's tensors, if what is held back is to follow them."""
+        optimizer = self._bound_optimizer()
+        if not follows_learning_rate(self._exchange.settings, is_sgd=isinstance(optimizer, torch.optim.SGD)):
+            return None
+        rates = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        by_name = {name: rates[p] for p, name in optimizer._parameter_names.items() if p in rates}
+        return {spec: by_name[spec.name] for spec in self._layout.tensors}
 
     def _finish_step(self) -> None:
         """Run the exchange to its end, and write the update into the gradients."""
@@ -256,10 +275,9 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             for gradient in gradients:
                 gradient.tensor.fill_(float("nan"))
             return
-        update.write(self._layout, [gradient.array for gradient in gradients])
-        summing = self._bound_optimizer().op == hvd.Sum
-        for gradient in gradients:
-            gradient.store(scale=world_size if summing else 1)
+        scale = world_size if self._bound_optimizer().op == hvd.Sum else 1
+        for gradient, array in zip(gradients, update.gradient, strict=True):
+            gradient.store(array, scale)
 
     def _add_bytes(self, collectives: Collectives) -> None:
         """Add what was sent since the last call to the last step's figures."""
@@ -278,6 +296,14 @@ def _synchronize(compressor: SparseCompressor, synchronize: Callable[[], None]) 
 
 class MiCROCompressor(MiCROSettings, SparseCompressor):
     __doc__ = MiCROSettings.__doc__
+
+
+class TopKCompressor(TopKSettings, SparseCompressor):
+    __doc__ = TopKSettings.__doc__
+
+
+class QSGDCompressor(QSGDSettings, SparseCompressor):
+    __doc__ = QSGDSettings.__doc__
 
 
 class A2SGDCompressor(A2SGDSettings, SparseCompressor):
@@ -327,10 +353,10 @@ _compressors: weakref.WeakKeyDictionary[Any, SparseCompressor] = weakref.WeakKey
 
 
 def get_compressor(optimizer: Any) -> Any:
-    """The MiCROCompressor or A2SGDCompressor at work in a `DistributedOptimizer`.
+    """The compressor of `horovod_sparse` at work in a `DistributedOptimizer`.
 
     Raises:
-        TypeError: the optimizer uses neither.
+        TypeError: the optimizer uses none of them.
     """
     compression = getattr(optimizer, "_compression", None)
     if isinstance(compression, SparseCompressor):
@@ -341,8 +367,8 @@ def get_compressor(optimizer: Any) -> Any:
         compressor = _compressors[optimizer]
     else:
         raise TypeError(
-            f"get_compressor takes an optimizer made by hvd.DistributedOptimizer(..., compression=MiCROCompressor) or "
-            f"A2SGDCompressor, not a {type(optimizer).__name__} with compression={compression!r}"
+            "get_compressor takes an optimizer made by hvd.DistributedOptimizer(..., compression=MiCROCompressor), or "
+            f"another of horovod_sparse, not a {type(optimizer).__name__} with compression={compression!r}"
         )
     compressor._bind(optimizer)
     return compressor

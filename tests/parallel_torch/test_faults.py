@@ -12,7 +12,14 @@ from torch import nn
 from training import backward_with, known_gradients, loss_on, mlp, same_on_all_ranks, snapshot
 
 import horovod_sparse.torch
-from horovod_sparse.torch import A2SGDCompressor, Compression, MiCROCompressor, get_compressor
+from horovod_sparse.torch import (
+    A2SGDCompressor,
+    Compression,
+    MiCROCompressor,
+    QSGDCompressor,
+    TopKCompressor,
+    get_compressor,
+)
 
 
 def named(prefix: str, model: nn.Module) -> nn.Module:
@@ -64,7 +71,7 @@ def test_rank_that_has_joined(compression: object) -> None:
 
 @pytest.mark.laws
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor])
+@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor, TopKCompressor, QSGDCompressor])
 def test_nonfinite_gradient_on_one_rank_skips_the_step_on_all(compression: type, bad: float) -> None:
     model = mlp()
     optimizer = distributed(model, compression)
@@ -203,6 +210,9 @@ def test_models_that_differ_between_ranks(build: object, compression: type, by_h
         (A2SGDCompressor(sync_every=5), A2SGDCompressor(), "sync_every is 5 on rank 0, but 100 on rank 1"),
         (A2SGDCompressor("tensor"), A2SGDCompressor(), "granularity is 'tensor' on rank 0, but 'model' on rank 1"),
         (MiCROCompressor(), A2SGDCompressor(), "the method is micro on rank 0, but a2sgd on rank 1"),
+        (TopKCompressor(0.1), TopKCompressor(0.2), "density is 0.1 on rank 0, but 0.2 on rank 1"),
+        (QSGDCompressor(), QSGDCompressor(8), "bits is 4 on rank 0, but 8 on rank 1"),
+        (TopKCompressor(), QSGDCompressor(), "the method is topk on rank 0, but qsgd on rank 1"),
     ],
 )
 def test_settings_that_differ_between_ranks(first: object, second: object, message: str) -> None:
@@ -367,7 +377,16 @@ def test_flush_sends_everything_even_if_one_rank_alone_asks(caller: int | None) 
 
 
 @pytest.mark.laws
-@pytest.mark.parametrize("compression", [MiCROCompressor, lambda: MiCROCompressor(threshold="paper"), A2SGDCompressor])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        MiCROCompressor,
+        lambda: MiCROCompressor(threshold="paper"),
+        A2SGDCompressor,
+        TopKCompressor,
+        lambda: QSGDCompressor(8),
+    ],
+)
 def test_state_dict_continues_bit_for_bit(compression: type) -> None:
     model = mlp()
     optimizer = distributed(model, compression())
@@ -434,7 +453,7 @@ def test_state_of_another_method() -> None:
 
 
 @pytest.mark.laws
-@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor])
+@pytest.mark.parametrize("compression", [MiCROCompressor, A2SGDCompressor, TopKCompressor, QSGDCompressor])
 def test_reset_on_one_rank_only(compression: type) -> None:
     model = named(f"reset_{compression.__name__}", mlp())
     optimizer = distributed(model, compression)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from training import loss_on, mlp, same_on_all_ranks, seeded
 
-from horovod_sparse.torch import A2SGDCompressor, MiCROCompressor, get_compressor
+from horovod_sparse.torch import A2SGDCompressor, MiCROCompressor, TopKCompressor, get_compressor
 
 STEPS = 6
 
@@ -203,7 +203,11 @@ def test_a2sgd_on_equal_data_trains_like_dense(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("compression", [lambda: MiCROCompressor(density=1.0), A2SGDCompressor], ids=["micro", "a2sgd"])
+@pytest.mark.parametrize(
+    "compression",
+    [lambda: MiCROCompressor(density=1.0), A2SGDCompressor, lambda: TopKCompressor(density=1.0)],
+    ids=["micro", "a2sgd", "topk"],
+)
 def test_half_precision_parameters(compression: Callable[[], object], dtype: torch.dtype) -> None:
     """Horovod itself cannot reduce bfloat16 in PyTorch; the reference is float32, to the precision of the halves."""
     half = Scenario(model=lambda: WithDtype(dtype))

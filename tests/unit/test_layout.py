@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import BACKENDS, DTYPES, SHAPES, layouts, to_backend, to_numpy
+from worlds import DTYPES, SHAPES
 
-from horovod_sparse.core import FlatLayout, TensorSpec, partition
+from horovod_sparse.core import FlatLayout, TensorSpec
 from horovod_sparse.core.layout import first_difference
 
 A = TensorSpec("a", (2, 3), "float32")
@@ -43,31 +43,6 @@ def test_tensors_lie_end_to_end(tensors):
         position += np.empty(spec.shape).size
     assert layout.offsets[-1] == layout.numel == position
     assert len(layout.offsets) == len(tensors) + 1
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@given(layout=layouts())
-def test_split_gives_a_view_of_each_tensor(backend, layout):
-    numbers = np.arange(layout.numel, dtype=np.float64)
-    vector = to_backend(numbers, backend)
-    parts = layout.split(vector)
-    assert [len(part) for part in parts] == [spec.numel for spec in layout.tensors]
-    assert np.array_equal(np.concatenate([to_numpy(part) for part in parts]), numbers)
-    for part in parts:
-        part[:] = -1
-    assert (to_numpy(vector) == -1).all()
-
-
-@given(layouts(), st.integers(1, 90), st.data())
-def test_pieces_tile_a_partition_with_the_elements_of_its_tensors(layout, world_size, data):
-    part = partition(layout.numel, world_size, data.draw(st.integers(0, world_size - 1)))
-    elements = [(i, j) for i, spec in enumerate(layout.tensors) for j in range(spec.numel)]
-    covered = []
-    for piece in layout.pieces(part):
-        assert piece.flat.stop - piece.flat.start == piece.within.stop - piece.within.start > 0
-        assert piece.flat.start == part.start + len(covered)
-        covered += [(piece.tensor, j) for j in range(piece.within.start, piece.within.stop)]
-    assert covered == elements[part.start : part.stop]
 
 
 @pytest.mark.parametrize(

@@ -10,27 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import (
     BACKENDS,
-    DTYPES,
     Reference,
     World,
     flat,
     make_gradients,
     micro_options,
+    plain_decode,
     scenarios,
-    split,
     to_backend,
     to_numpy,
 )
 
-from horovod_sparse.core import Allgather, FlatLayout, MiCRO, TensorSpec
+from horovod_sparse.core import Allgather, Allreduce, FlatLayout, MiCRO, TensorSpec
+from horovod_sparse.core.kernels import kernels_for
 
 FLOAT16 = np.finfo(np.float16)
 
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
+narrow_dtypes = pytest.mark.parametrize("value_dtype", ["float16", "bfloat16"])
 
 
-def world_of(scenario, options, backend):
-    return World(lambda layout: MiCRO(layout, **options), scenario.layout, scenario.ranks, backend)
+def world_of(scenario, options, backend, **kwargs):
+    return World(lambda layout: MiCRO(layout, **options), scenario.layout, scenario.ranks, backend, **kwargs)
 
 
 def everywhere(outcome, values):
@@ -68,7 +69,7 @@ class Books:
         """The mean update, without what summing in a narrow dtype rounds off; which is checked here."""
         applied = outcome.applied[0]
         arrays = np.array([to_numpy(request.array) for request in outcome.rounds[-1]])
-        if arrays.dtype != np.float16:
+        if arrays.dtype != np.float16:  # with bfloat16, what summing rounds off stays in a residual, too
             return applied
         sent = everywhere(outcome, arrays.astype(np.float64).mean(axis=0))
         magnitude = everywhere(outcome, abs(arrays.astype(np.float64)).mean(axis=0))
@@ -95,14 +96,16 @@ def test_selected_indices_ascend_inside_the_partition_of_the_rank(backend, scena
     d, n = scenario.layout.numel, scenario.ranks
     for t, gradients in enumerate(scenario.steps):
         outcome = world.step(gradients)
-        assert len(outcome.selections) == n
-        for rank, indices in enumerate(outcome.selections):
+        assert len(outcome.messages) == n
+        selections = []
+        for rank, message in enumerate(outcome.messages):
             number = (rank + t) % n
-            assert indices.dtype == np.int32
+            indices = plain_decode(message, number * d // n, "uint8")
             assert (np.diff(indices) > 0).all()
-            assert ((number * d // n <= indices) & (indices < (number + 1) * d // n)).all()
-        assert (np.diff(outcome.indices) > 0).all()
-        assert outcome.indices.tolist() == sorted(np.concatenate(outcome.selections).tolist())
+            assert all(number * d // n <= i < (number + 1) * d // n for i in indices)
+            selections += indices
+        assert outcome.indices.dtype == np.int32
+        assert outcome.indices.tolist() == sorted(selections)
 
 
 @both_backends
@@ -135,7 +138,6 @@ def test_updates_are_bitwise_equal_on_all_ranks(backend, scenario, options):
         updates = {
             (
                 None if update.indices is None else to_numpy(update.indices).tobytes(),
-                to_numpy(update.values).tobytes(),
                 update.threshold,
             )
             for update in outcome.updates
@@ -166,7 +168,7 @@ def test_density_1_is_the_dense_average(backend, scenario, options):
         assert (abs(outcome.applied[0] - vectors.mean(axis=0)) <= tolerance).all()
         assert (world.residuals() == 0).all()
         assert outcome.updates[0].threshold == 0
-        assert not outcome.selections
+        assert not outcome.messages
 
 
 @both_backends
@@ -184,9 +186,9 @@ def test_flush_sends_all_that_is_held_back(backend, scenario, options):
         assert not any(rank.flushing for rank in world.ranks)
         if t == flushed:
             assert (residuals == 0).all()
-            assert not outcome.selections
+            assert not outcome.messages
         elif options["density"] < 1:
-            assert outcome.selections
+            assert outcome.messages
 
 
 @both_backends
@@ -219,8 +221,9 @@ def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(backend, 
 
 
 @both_backends
+@pytest.mark.parametrize("kind", [Allgather, Allreduce])
 @given(scenario=scenarios(steps=2), options=micro_options(density=0.1, value_dtype=None))
-def test_step_that_fails_in_a_later_round_keeps_the_gradient_in_the_residual(backend, scenario, options):
+def test_step_that_fails_in_a_later_round_keeps_the_gradient_in_the_residual(backend, kind, scenario, options):
     *before, gradients = scenario.steps
     world = world_of(scenario, options, backend)
     reference = Reference(scenario.layout, scenario.ranks)
@@ -233,9 +236,14 @@ def test_step_that_fails_in_a_later_round_keeps_the_gradient_in_the_residual(bac
         for i, (rank, gradient) in enumerate(zip(world.ranks, gradients, strict=True))
     ]
     requests = [step.send(None) for step in steps]
-    while not isinstance(requests[0], Allgather):
-        total = sum(request.array for request in requests)
-        requests = [step.send(total) for step in steps]
+    # The counts are reduced, once or more; then the indices are gathered, and at last the values reduced.
+    gathered = False
+    while not (isinstance(requests[0], Allgather) if kind is Allgather else gathered):
+        gathered = isinstance(requests[0], Allgather)
+        arrays = [request.array for request in requests]
+        answer = kernels_for(arrays[0]).join(arrays) if gathered else sum(arrays)
+        requests = [step.send(answer) for step in steps]
+    assert isinstance(requests[0], kind)
     for step in steps:
         with pytest.raises(ConnectionError):
             step.throw(ConnectionError())
@@ -247,11 +255,12 @@ def large_values(ranks):
 
 
 @both_backends
+@narrow_dtypes
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 18, 50, 64, 100, 257])
-def test_large_values_in_float16_stay_finite(backend, density, ranks):
+def test_large_values_in_a_narrow_dtype_stay_finite(backend, value_dtype, density, ranks):
     layout = FlatLayout.flat(5)
-    world = World(lambda layout: MiCRO(layout, density, value_dtype="float16"), layout, ranks, backend)
+    world = World(lambda layout: MiCRO(layout, density, value_dtype=value_dtype), layout, ranks, backend)
     books = Books(layout, ranks)
     for _ in range(3):
         with np.errstate(over="ignore"):  # a failure of the assertion says more
@@ -262,11 +271,12 @@ def test_large_values_in_float16_stay_finite(backend, density, ranks):
 
 
 @both_backends
+@narrow_dtypes
 @pytest.mark.parametrize("density", [0.3, 1.0])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_large_values_in_float16_arrive_in_the_end(backend, density, ranks):
+def test_large_values_in_a_narrow_dtype_arrive_in_the_end(backend, value_dtype, density, ranks):
     layout = FlatLayout.flat(5)
-    world = World(lambda layout: MiCRO(layout, density, value_dtype="float16"), layout, ranks, backend)
+    world = World(lambda layout: MiCRO(layout, density, value_dtype=value_dtype), layout, ranks, backend)
     world.step(large_values(ranks))
     nothing = [[np.zeros(5, np.float32)] for _ in range(ranks)]
     for _ in range(200):
@@ -275,32 +285,49 @@ def test_large_values_in_float16_arrive_in_the_end(backend, density, ranks):
 
 
 @both_backends
-def test_float16_halves_the_bytes_of_the_values(backend):
+@narrow_dtypes
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_narrow_dtype_halves_the_bytes_of_the_values(backend, value_dtype, ranks):
+    """What a rank sends in an allreduce of B bytes is 2 (n - 1) / n B; bfloat16 does it in two halves."""
     layout = FlatLayout.flat(1000)
-    gradients = make_gradients(np.random.default_rng(0), "normal", layout, 2)
-    sizes = {}
-    for value_dtype in (None, "float16"):
-        world = World(lambda layout: MiCRO(layout, 0.1, value_dtype=value_dtype), layout, 2, backend)  # noqa: B023
-        outcome = world.step(gradients)
-        sizes[value_dtype] = to_numpy(outcome.rounds[-1][0].array).nbytes
-    assert sizes["float16"] * 2 == sizes[None] == 4 * len(outcome.indices)
+    gradients = make_gradients(np.random.default_rng(0), "normal", layout, ranks)
+    world = World(lambda layout: MiCRO(layout, 0.1, value_dtype=value_dtype), layout, ranks, backend)
+    outcome = world.step(gradients)
+    at = next(i for i, requests in enumerate(outcome.rounds) if isinstance(requests[0], Allgather))
+    arrays = [to_numpy(requests[0].array) for requests in outcome.rounds[at + 1 :]]
+    values = 2 * len(outcome.indices)
+    padding = 2 * ranks
+    if value_dtype == "float16":
+        assert [array.nbytes for array in arrays] == [values]
+    else:
+        scattered, gathered = (array.nbytes for array in arrays)
+        assert values <= scattered < values + padding
+        assert gathered * ranks == scattered
 
 
 @both_backends
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("density", [0.2, 1.0])
-def test_update_is_written_in_the_dtype_of_each_tensor(backend, dtype, density):
-    layout = FlatLayout([TensorSpec("a", (3, 5), dtype), TensorSpec("b", (), "float32"), TensorSpec("c", (0,), dtype)])
-    gradients = make_gradients(np.random.default_rng(1), "normal", layout, 2)
-    world = World(lambda layout: MiCRO(layout, density), layout, 2, backend)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_bfloat16_conserves_all_that_it_rounds_off(backend, ranks):
+    """All: what is rounded off the sum as well; but for the roundings of the layout's own dtype."""
+    layout = FlatLayout.flat(200, "float64")
+    world = World(lambda layout: MiCRO(layout, 0.1, value_dtype="bfloat16"), layout, ranks, backend)
+    gradients = make_gradients(np.random.default_rng(0), "normal", layout, ranks)
     outcome = world.step(gradients)
-    for rank, update in enumerate(outcome.updates):
-        tensors = [to_backend(g, backend) for g in gradients[rank]]
-        dtypes = [tensor.dtype for tensor in tensors]
-        update.write(layout, tensors)
-        assert [tensor.dtype for tensor in tensors] == dtypes
-        written = flat([to_numpy(tensor) for tensor in tensors])
-        assert np.array_equal(written, flat(split(layout, outcome.applied[0])))
+    (applied, *_), residual = outcome.applied, world.residuals().mean(axis=0)
+    assert (residual[outcome.indices] != 0).any()
+    vectors = np.array([flat(gradient) for gradient in gradients])
+    np.testing.assert_allclose(applied + residual, vectors.mean(axis=0), rtol=0, atol=1e-14)
+    exact = vectors.mean(axis=0)[outcome.indices]
+    assert (abs(applied[outcome.indices] - exact) <= 2.0**-8 * 2 * abs(vectors[:, outcome.indices]).mean(axis=0)).all()
+
+
+@both_backends
+@given(scenario=scenarios(), options=micro_options())
+def test_memory_of_the_gradient_may_be_the_steps(backend, scenario, options):
+    beside, in_place = (world_of(scenario, options, backend, in_place=place) for place in (False, True))
+    for gradients in scenario.steps:
+        assert np.array_equal(beside.step(gradients).applied, in_place.step(gradients).applied)
+        assert np.array_equal(beside.residuals(), in_place.residuals())
 
 
 @both_backends

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from horovod_sparse.core import A2SGD, FlatLayout, MiCRO, a2sgd, micro
+from horovod_sparse.core import A2SGD, QSGD, FlatLayout, MiCRO, TopK, a2sgd, micro, qsgd, topk
 
 LAYOUT = FlatLayout.flat(10)
 
@@ -22,6 +22,8 @@ def refusal(make, name, value):
 def test_density_outside_0_to_1_is_refused(density):
     assert "(0, 1]" in refusal(lambda: MiCRO(LAYOUT, density=density), "density", density)
     refusal(lambda: micro.check_settings(density, "adaptive", None), "density", density)
+    assert "(0, 1]" in refusal(lambda: TopK(LAYOUT, density), "density", density)
+    refusal(lambda: topk.check_settings(density), "density", density)
 
 
 @pytest.mark.parametrize("threshold", ["foo", "Adaptive", "", None, 0.1, np.array(["adaptive", "paper"])])
@@ -31,7 +33,7 @@ def test_unknown_threshold_is_refused(threshold):
     assert "paper" in text
 
 
-@pytest.mark.parametrize("value_dtype", ["int8", "float32", "bfloat16", "", 16, np.float16, np.dtype("float16")])
+@pytest.mark.parametrize("value_dtype", ["int8", "float32", "bf16", "", 16, np.float16, np.dtype("float16")])
 def test_unknown_value_dtype_is_refused(value_dtype):
     text = refusal(lambda: MiCRO(LAYOUT, value_dtype=value_dtype), "value_dtype", value_dtype)
     assert '"float16"' in text
@@ -52,9 +54,15 @@ def test_sync_every_that_is_not_a_positive_whole_number_is_refused(sync_every):
     assert "None" in text
 
 
+@pytest.mark.parametrize("bits", [0, 1, 3, 16, 32, -4, 4.0, "4", True, None, float("nan"), [4], np.float32(4)])
+def test_bits_other_than_2_4_and_8_are_refused(bits):
+    assert "2, 4 or 8" in refusal(lambda: QSGD(LAYOUT, bits), "bits", bits)
+    refusal(lambda: qsgd.check_settings(bits), "bits", bits)
+
+
 @pytest.mark.parametrize("density", [1, 1.0, 1e-9, np.float32(0.5), np.float64(0.01)])
 @pytest.mark.parametrize("threshold", ["adaptive", "paper"])
-@pytest.mark.parametrize("value_dtype", [None, "float16"])
+@pytest.mark.parametrize("value_dtype", [None, "float16", "bfloat16"])
 def test_good_settings_of_micro_are_taken(density, threshold, value_dtype):
     assert MiCRO(LAYOUT, density, threshold, value_dtype).k == pytest.approx(max(10 * density, 1))
 
@@ -64,3 +72,13 @@ def test_good_settings_of_micro_are_taken(density, threshold, value_dtype):
 def test_good_settings_of_a2sgd_are_taken(granularity, sync_every):
     a2sgd.check_settings(granularity, sync_every)
     assert A2SGD(LAYOUT, granularity).granularity == granularity
+
+
+@pytest.mark.parametrize(("density", "k"), [(1, 10), (1.0, 10), (1e-9, 1), (np.float32(0.5), 5), (0.26, 3)])
+def test_good_settings_of_topk_are_taken(density, k):
+    assert TopK(LAYOUT, density).k == k
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, np.int64(4)])
+def test_good_settings_of_qsgd_are_taken(bits):
+    assert QSGD(LAYOUT, bits).bits == bits

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from worlds import BACKENDS, to_backend, to_numpy
 
-from horovod_sparse.core import Allgather, Allreduce, virtual
+from horovod_sparse.core import Allgather, Allreduce, Alltoall, virtual
 
 
 def script(*requests, result=None):
@@ -39,6 +39,19 @@ def test_every_rank_is_sent_the_sum_and_the_arrays_joined_in_rank_order(backend)
     assert [to_numpy(request.array).tolist() for request in rounds[1]] == [[], [3.0, 4.0], [5.0]]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_an_alltoall_every_rank_is_sent_the_parts_that_are_for_it(backend):
+    steps = [script(Alltoall(vector(*(100 * rank + i for i in range(6)), backend=backend))) for rank in range(3)]
+    results, _ = virtual.run(steps)
+    for rank, (_, (received,)) in enumerate(results):
+        assert to_numpy(received).tolist() == [100 * sender + 2 * rank + i for sender in range(3) for i in (0, 1)]
+
+
+def test_an_alltoall_that_cannot_be_cut_equally_is_an_error():
+    with pytest.raises(RuntimeError, match="equal parts"):
+        virtual.run([script(Alltoall(vector(1.0, 2.0, 3.0))) for _ in range(2)])
+
+
 def test_steps_that_ask_for_nothing_return_at_once():
     results, rounds = virtual.run([script(result="a"), script(result="b")])
     assert results == [("a", []), ("b", [])]
@@ -53,8 +66,9 @@ def test_steps_that_ask_for_nothing_return_at_once():
         ((Allreduce, (1.0,), "float32"), (Allreduce, (1.0, 2.0), "float32")),
         ((Allreduce, (1.0,), "float32"), (Allreduce, (1.0,), "float64")),
         ((Allgather, (1.0,), "float32"), (Allgather, (1.0,), "float64")),
+        ((Alltoall, (1.0, 2.0), "float32"), (Alltoall, (1.0, 2.0, 3.0, 4.0), "float32")),
     ],
-    ids=["kinds", "shapes", "dtypes to reduce", "dtypes to gather"],
+    ids=["kinds", "shapes", "dtypes to reduce", "dtypes to gather", "shapes to scatter"],
 )
 def test_ranks_that_ask_for_different_collectives_are_an_error(backend, first, second):
     steps = [script(kind(vector(*values, dtype=dtype, backend=backend))) for kind, values, dtype in (first, second)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from horovod_sparse.core import Allgather, FlatLayout, TensorSpec, virtual
+from horovod_sparse.core.kernels import kernels_for
 
 BACKENDS = ("numpy", "torch")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -106,7 +108,7 @@ def micro_options(**fixed: Any) -> st.SearchStrategy[dict[str, Any]]:
     options = {
         "density": st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.999, 1.0]),
         "threshold": st.sampled_from(["adaptive", "paper"]),
-        "value_dtype": st.sampled_from([None, "float16"]),
+        "value_dtype": st.sampled_from([None, "float16", "bfloat16"]),
     }
     return st.fixed_dictionaries(options | {name: st.just(value) for name, value in fixed.items()})
 
@@ -123,6 +125,21 @@ def bounded(step: Any) -> Iterator[Any]:
     raise AssertionError(f"the step has not ended after {MAX_ROUNDS} rounds")
 
 
+def plain_decode(message: np.ndarray, start: int, dtype: str) -> list[int]:
+    """The indices in one rank's message, as `core.indices` describes it."""
+    codes = message[4:].tobytes()
+    assert int.from_bytes(message[:4].tobytes(), sys.byteorder) == len(codes)
+    width = np.dtype(dtype).itemsize
+    indices = []
+    for i in range(0, len(codes), width):
+        code = int.from_bytes(codes[i : i + width], sys.byteorder)
+        start += code
+        if code != 256**width - 1:
+            indices.append(start)
+            start += 1
+    return indices
+
+
 @dataclass
 class Outcome:
     """What one step did on all ranks."""
@@ -131,12 +148,13 @@ class Outcome:
     updates: list[Any]
     rounds: list[list[Any]]
     applied: list[np.ndarray]
-    """For each rank, what `write` made of its gradient: flat, in float64; empty if the step was skipped."""
+    """For each rank, the gradient to apply: flat, in float64; empty if the step was skipped."""
 
     @property
-    def selections(self) -> list[np.ndarray]:
-        """The indices that each rank selected; empty if everything was sent."""
-        return [to_numpy(r.array) for requests in self.rounds for r in requests if isinstance(r, Allgather)]
+    def messages(self) -> list[np.ndarray]:
+        """What each rank gathered first: its indices; empty if everything was sent."""
+        gathered = [requests for requests in self.rounds if isinstance(requests[0], Allgather)]
+        return [to_numpy(request.array) for request in gathered[0]] if gathered else []
 
     @property
     def indices(self) -> np.ndarray:
@@ -146,33 +164,56 @@ class Outcome:
 
 
 class World:
-    """Ranks that take their steps together."""
+    """Ranks that take their steps together.
 
-    def __init__(self, make: Callable[[FlatLayout], Any], layout: FlatLayout, ranks: int, backend: str = "numpy"):
+    Args:
+        in_place: let the steps have the gradients' own memory, where it is of the layout's dtype.
+    """
+
+    def __init__(
+        self, make: Callable[[FlatLayout], Any], layout: FlatLayout, ranks: int, backend: str = "numpy", in_place=False
+    ):
         self.layout = layout
         self.ranks = [make(layout) for _ in range(ranks)]
         self.backend = backend
+        self.in_place = in_place
 
     def step(self, gradients: list[Gradient]) -> Outcome:
         given = [[to_backend(g, self.backend) for g in gradient] for gradient in gradients]
+        outs: list[Any] = [None] * len(given)
+        if self.in_place:
+            given = [
+                [to_backend(g.astype(self.layout.dtype), self.backend) for g in gradient] for gradient in gradients
+            ]
+            outs = given
         steps = [
-            bounded(rank.step(g, i, len(given))) for i, (rank, g) in enumerate(zip(self.ranks, given, strict=True))
+            bounded(rank.step(g, i, len(given), out))
+            for i, (rank, g, out) in enumerate(zip(self.ranks, given, outs, strict=True))
         ]
         updates, rounds = virtual.run(steps)
-        for before, after in zip(gradients, given, strict=True):
-            np.testing.assert_array_equal(flat([to_numpy(g) for g in after]), flat(before), "step changed the gradient")
-        applied = [self.write(u, g) for u, g in zip(updates, gradients, strict=True)] if updates[0] else []
+        if not self.in_place:
+            for before, after in zip(gradients, given, strict=True):
+                unchanged = np.array_equal(flat([to_numpy(g) for g in after]), flat(before), equal_nan=True)
+                assert unchanged, "the step changed the gradient"
+        applied = [self._flat(update) for update in updates] if updates[0] else []
         return Outcome(self.layout, updates, rounds, applied)
 
-    def write(self, update: Any, gradient: Gradient) -> np.ndarray:
-        """What `update` makes of a copy of `gradient` in the layout's dtype."""
-        tensors = [to_backend(g.astype(self.layout.dtype), self.backend) for g in gradient]
-        update.write(self.layout, tensors)
-        return flat([to_numpy(tensor) for tensor in tensors])
+    def _flat(self, update: Any) -> np.ndarray:
+        arrays = [to_numpy(array) for array in update.gradient]
+        assert [array.shape for array in arrays] == [(spec.numel,) for spec in self.layout.tensors]
+        assert {array.dtype.name for array in arrays} == {self.layout.dtype}
+        return flat(arrays)
 
     def residuals(self) -> np.ndarray:
         """Shape (ranks, d), a copy."""
-        return np.stack([to_numpy(rank.residual) for rank in self.ranks])
+        return np.stack([residual_of(rank) for rank in self.ranks])
+
+
+def residual_of(rank: Any) -> np.ndarray:
+    """What one rank holds back: shape (d,), a copy."""
+    vector = rank.residual.vector
+    parts = kernels_for(vector).split(vector, rank.layout)
+    return np.concatenate([to_numpy(part) for part in parts])
 
 
 class Reference:

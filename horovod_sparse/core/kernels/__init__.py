@@ -5,19 +5,19 @@ Both modules offer the same functions; `kernels_for` picks by the type of an arr
 
 from __future__ import annotations
 
+import sys
 from typing import Any
-
-import numpy as np
 
 from horovod_sparse.core.collectives import Array
 
 
 def kernels_for(array: Array) -> Any:
-    """The module of kernels (`host` or `device`) that works on arrays of this kind."""
-    if isinstance(array, np.ndarray):
-        from horovod_sparse.core.kernels import host
+    """The module of kernels (`host` or `device`) that works on arrays, and vectors, of this kind."""
+    torch = sys.modules.get("torch")  # not imported here: there is no tensor if it is not
+    if torch and isinstance(array, torch.Tensor):
+        from horovod_sparse.core.kernels import device
 
-        return host
-    from horovod_sparse.core.kernels import device
+        return device
+    from horovod_sparse.core.kernels import host
 
-    return device
+    return host

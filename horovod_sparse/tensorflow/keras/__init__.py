@@ -1,4 +1,4 @@
-"""MiCRO and A2SGD for Keras: `import horovod_sparse.tensorflow.keras as hvd`.
+"""Gradient compression for Keras: `import horovod_sparse.tensorflow.keras as hvd`.
 
 It offers all of `horovod.tensorflow.keras`, with `Compression`, `DistributedOptimizer`, `load_model` and `callbacks`
 ours: they work with Keras 3 and, where TF_USE_LEGACY_KERAS=1 makes it `tf.keras`, with the legacy Keras.
@@ -7,7 +7,15 @@ ours: they work with Keras 3 and, where TF_USE_LEGACY_KERAS=1 makes it `tf.keras
 import horovod.tensorflow.keras as _hvd
 
 from horovod_sparse.core import StepStats
-from horovod_sparse.tensorflow import A2SGDCompressor, Compression, MiCROCompressor, broadcast_variables, get_compressor
+from horovod_sparse.tensorflow import (
+    A2SGDCompressor,
+    Compression,
+    MiCROCompressor,
+    QSGDCompressor,
+    TopKCompressor,
+    broadcast_variables,
+    get_compressor,
+)
 from horovod_sparse.tensorflow.keras import callbacks
 from horovod_sparse.tensorflow.keras.model import load_model
 from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer
@@ -19,7 +27,9 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "MiCROCompressor",
+    "QSGDCompressor",
     "StepStats",
+    "TopKCompressor",
     "broadcast_variables",
     "callbacks",
     "get_compressor",

@@ -54,10 +54,14 @@ class Distribution:
         """Reduce gradients and have them applied; or keep them, until there are enough."""
         if self._passes > 1:
             return self._aggregate(optimizer, gradients, variables, apply)
-        return self._reduce_and_apply(gradients, variables, apply)
+        return self._reduce_and_apply(optimizer, gradients, variables, apply)
 
-    def _reduce_and_apply(self, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply) -> Any:
-        reduced = self.reducer(gradients, variables, self.local_variables)
+    def _reduce_and_apply(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply
+    ) -> Any:
+        is_sgd = any(cls.__name__ == "SGD" for cls in type(optimizer).__mro__)
+        rate = learning_rate_of(optimizer) if self.reducer.follows_learning_rate(is_sgd) else None
+        reduced = self.reducer(gradients, variables, self.local_variables, learning_rate=rate)
         result = apply(reduced)
         self.reducer.applied(reduced, variables, self.local_variables)
         return result
@@ -86,7 +90,7 @@ class Distribution:
         def apply_sums() -> Any:
             divisor = self._passes if self._average else 1
             totals = [None if total is None else total / divisor for total in sums]
-            self._reduce_and_apply(totals, variables, apply)
+            self._reduce_and_apply(optimizer, totals, variables, apply)
             counter.assign(0)
             return tf.group(*(total.assign(tf.zeros_like(total)) for total in sums if total is not None))
 
@@ -95,6 +99,12 @@ class Distribution:
 
         tf.cond(counter.assign_add(1) >= self._passes, apply_sums, wait)
         return optimizer.iterations
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """The learning rate of the next step: a scalar tensor."""
+    rate = optimizer.learning_rate
+    return tf.convert_to_tensor(rate(optimizer.iterations) if callable(rate) else rate)
 
 
 def _build(optimizer: Any, variables: Sequence[Any]) -> None:

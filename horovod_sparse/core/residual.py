@@ -1,0 +1,59 @@
+"""What a rank holds back of its gradients: error feedback, in the units of the learning rate of the day."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.core.collectives import Array
+from horovod_sparse.core.kernels import kernels_for
+from horovod_sparse.core.layout import FlatLayout
+
+# A schedule does not divide the learning rate by more than this in a step; a residual that it multiplied by more could
+# become infinite.
+MOST = 1e4
+
+
+class Residual:
+    """The residual of one rank, and the learning rates at which its parts were held back.
+
+    The optimizer multiplies what is sent by the learning rate of the day. What was held back under another one is
+    multiplied by the ratio of the two, so that it has the effect that it would have had at once: acc_i = e_i + eta g_i
+    in the papers, divided by eta.
+
+    Attributes:
+        vector: a flat vector of d elements; None before the first step.
+        rates: of each tensor; 0 where it is not known.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        self.vector: Array | None = None
+        self.rates: NDArray[np.float64] = np.zeros(len(layout.tensors))
+
+    def accumulated(
+        self, gradient: Sequence[Array], out: Sequence[Array] | None, rates: Sequence[float] | None
+    ) -> tuple[Array, Array]:
+        """acc_i, in the memory of `out` or in new one, and NaN unless it is finite; the residual stays as it is."""
+        kernels = kernels_for(gradient[0])
+        if self.vector is None:
+            self.vector = kernels.zeros(self._layout, gradient[0])
+        vector = kernels.flat_vector(gradient, self._layout.dtype)
+        new = self._new(rates)
+        both = (self.rates > 0) & (new > 0)
+        scales = np.divide(self.rates, new, out=np.ones_like(new), where=both).clip(max=MOST)
+        result: tuple[Array, Array] = kernels.accumulate(
+            self.vector, vector, out or kernels.empty_like(vector), scales, self._layout
+        )
+        return result
+
+    def replace(self, acc: Array, rates: Sequence[float] | None) -> Array:
+        """Let the residual be `acc`; returns the memory of the old one."""
+        old, self.vector = self.vector, acc
+        self.rates = np.where(self._new(rates) > 0, self._new(rates), self.rates)
+        return old
+
+    def _new(self, rates: Sequence[float] | None) -> NDArray[np.float64]:
+        return np.zeros_like(self.rates) if rates is None else np.asarray(rates, np.float64)
