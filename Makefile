@@ -1,11 +1,13 @@
 # make demo: train on real data with each compression, and compare; make demo FRAMEWORK=tensorflow: in TensorFlow.
+# make bench: a reduced set of all benchmarks, in under 15 minutes, and a report in results/.
 # make test: all checks and tests.
-# Both set up .venv first if need be (see tools/set_up.py), and need Python 3.10 to 3.13 with its headers, a C++17 compiler, make.
+# All set up .venv first if need be (see tools/set_up.py), and need Python 3.10 to 3.13 with its headers, a C++17 compiler, make.
 
 PYTHON ?= python3
 FRAMEWORK ?= torch
 # Named in full, for make itself does not look for a recipe's commands in the PATH that it exports to them.
 bin := $(CURDIR)/.venv/bin
+path_before := $(PATH)
 export PATH := $(bin):$(PATH)
 
 # Open MPI refuses to run as root, and to start more ranks than there are cores, unless told that it may.
@@ -17,11 +19,14 @@ export TF_CPP_MIN_LOG_LEVEL = 3
 # A hang is a failure: a test that hangs ends its rank, and with it the job; failing that, the whole job is killed.
 parallel = timeout --kill-after=10 900 $(bin)/mpirun --oversubscribe -np $(1) $(bin)/python -m pytest --exitfirst --color=no
 
-.PHONY: demo test check unit parallel set-up clean
+.PHONY: demo bench test check unit parallel set-up clean
 
 demo: set-up
 	TTY_COMPATIBLE=$$(test -t 1 && echo 1 || echo 0) \
 		$(bin)/horovodrun -np 2 $(bin)/python benchmarks/digits.py --framework $(FRAMEWORK)
+
+bench: set-up
+	$(bin)/python benchmarks/bench.py
 
 test: check unit parallel
 
@@ -43,7 +48,7 @@ parallel: set-up
 	$(call parallel,4) tests/parallel_tensorflow -m laws
 
 set-up:
-	@$(PYTHON) tools/set_up.py
+	@PATH="$(path_before)" $(PYTHON) tools/set_up.py  # not by the Python in .venv, which it may replace
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache results

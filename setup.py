@@ -21,6 +21,6 @@ setup(
         "torch": ["torch>=2.0"],
         "tensorflow": ["tensorflow>=2.16"],
         "test": ["pytest", "pytest-timeout", "hypothesis", "ml_dtypes", "ruff", "mypy"],
-        "bench": ["typer", "rich", "matplotlib", "scikit-learn"],
+        "bench": ["torch>=2.0", "typer", "rich", "matplotlib", "scikit-learn", "mlxtend"],
     },
 )

@@ -172,7 +172,7 @@ def accumulators(ranks: list[MiCRO], gradients: list[Vector]) -> tuple[Vector, V
     """Before a step: |acc_i| where rank i owns the element, and the mean of acc_i over the ranks."""
     owned, total = np.empty_like(gradients[0]), np.zeros_like(gradients[0])
     for i, (rank, gradient) in enumerate(zip(ranks, gradients, strict=True)):
-        accumulator = gradient if rank.residual is None else rank.residual + gradient
+        accumulator = gradient if rank.residual.vector is None else rank.residual.vector.arrays[0] + gradient
         own = slice(*owned_partition(gradient.size, len(ranks), i, rank.t))
         owned[own] = np.abs(accumulator[own])
         total += accumulator
