@@ -39,10 +39,10 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from horovod_sparse.core.exchange import MiCROExchange
+from horovod_sparse.core.step import check_density
 
 FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
-LABELS = {"none": "dense", "fp16": "fp16", "micro": "MiCRO", "a2sgd": "A2SGD"}
+LABELS = {"none": "dense", "fp16": "fp16", "topk": "top-k", "qsgd": "QSGD", "micro": "MiCRO", "a2sgd": "A2SGD"}
 BATCH_SIZE = 64  # over all ranks
 LEARNING_RATE = 0.1  # the peak of its schedule
 MOMENTUM = 0.9
@@ -146,8 +146,9 @@ def train(
         RuntimeError: the ranks have not ended with the same parameters.
     """
     hvd = framework.hvd
-    micro = run.compression == "micro"
-    compression = hvd.MiCROCompressor(choice.density) if micro else getattr(hvd.Compression, run.compression)
+    compression = getattr(hvd.Compression, run.compression)
+    if run.compression in ("micro", "topk"):
+        compression = compression(choice.density)
     trainer = framework.Trainer(hvd.size() * run.seed + hvd.rank(), MOMENTUM, compression)
     dense_bytes = trainer.parameters().nbytes
 
@@ -232,7 +233,7 @@ def make_plot(runs: dict[str, list[Run]], choice: Choice, ranks: int) -> Figure:
         densities.axhline(choice.density, color="black", linestyle=":", label=f"MiCRO's target: {choice.density:g}")
     losses.set(title="Loss", xlabel="step", ylabel="training loss, mean over an epoch", yscale="log")
     densities.set(
-        title="Density (A2SGD sends two numbers)",
+        title="Density (A2SGD and QSGD select no elements)",
         xlabel="step",
         ylabel="share of the gradient's elements sent",
         yscale="log",
@@ -244,9 +245,9 @@ def make_plot(runs: dict[str, list[Run]], choice: Choice, ranks: int) -> Figure:
     return figure
 
 
-def check_density(density: float) -> float:
+def checked_density(density: float) -> float:
     try:
-        MiCROExchange(density, threshold="adaptive", value_dtype=None)
+        check_density(density)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return density
@@ -281,9 +282,9 @@ app = typer.Typer(add_completion=False)
 def choose(
     framework: Annotated[Literal["torch", "tensorflow"], typer.Option(help="What to train in.")] = "torch",
     compression: Annotated[
-        Literal["none", "fp16", "micro", "a2sgd", "all"], typer.Option(help="What to train with.")
+        Literal["none", "fp16", "topk", "qsgd", "micro", "a2sgd", "all"], typer.Option(help="What to train with.")
     ] = "all",
-    density: Annotated[float, typer.Option(callback=check_density, help="MiCRO's.")] = 0.01,
+    density: Annotated[float, typer.Option(callback=checked_density, help="MiCRO's and top-k's.")] = 0.01,
     epochs: Annotated[int, typer.Option(min=1)] = 20,
     seed: Annotated[int | None, typer.Option(min=0, max=2**32, help="A single seed, instead of 0, 1 and 2.")] = None,
     results: Annotated[

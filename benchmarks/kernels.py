@@ -13,7 +13,6 @@ amounts, outside of the time measured. Takes about 5 minutes and 3 GB.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -82,10 +81,14 @@ class Rank:
         indices = np.cumsum(gaps) - 1
         self._selected = indices[indices < case.numel].astype(np.int32)
 
-    def step(self) -> float:
-        """The seconds that a step takes on this rank alone."""
+    def draw(self) -> None:
+        """Make a gradient."""
         for array in self._gradient:
             torch.as_tensor(array).normal_(generator=self._generator)
+
+    def step(self) -> float:
+        """The seconds that a step takes on this rank alone."""
+        self.draw()
         t = self.algorithm.t
         step = self.algorithm.step(self._gradient, 0, self._ranks, self._gradient)
         seconds, answer = 0.0, None
@@ -169,10 +172,7 @@ def measure_selection(numel: int, threads: int, device: str) -> dict[str, Any]:
 
 
 def measure_memory(case: Case) -> dict[str, Any]:
-    """Peak resident memory of some steps beyond what there was before, in elements for each of the gradient's.
-
-    In a process of its own: the peak is that of a process's whole life.
-    """
+    """Peak resident memory of some steps, in a process of their own, in elements for each of the gradient's."""
     code = f"import kernels; print(kernels.peak(kernels.Case(*{tuple(case)!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
     if done.returncode:
@@ -183,15 +183,23 @@ def measure_memory(case: Case) -> dict[str, Any]:
 def peak(case: Case) -> int:
     """Bytes of resident memory that steps take beyond the gradient's."""
     torch.set_num_threads(case.threads)
-    # The loops are compiled, or loaded, beforehand.
+    # The loops are compiled, or loaded, beforehand; and the gradient is there.
     small = Rank(case._replace(numel=100_000), "cpu")
     for _ in range(WARM_UP):
         small.step()
     rank = Rank(case, "cpu")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rank.draw()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = resident("VmRSS")
     for _ in range(WARM_UP):
         rank.step()
-    return max(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), 0)
+    return resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    """Resident memory of this process in bytes: now (VmRSS), or its peak (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def scaling_cases(reduced: bool) -> Iterator[tuple[str, Case]]:

@@ -68,6 +68,9 @@ class Hosts(NamedTuple):
         hosts = ",".join(f"{name}:1" for name in self.names)
         command = ["ip", "netns", "exec", self.launcher, f"{sys.prefix}/bin/mpirun", "--allow-run-as-root"]
         command += ["--prefix", sys.prefix, "--bind-to", "none", "-H", hosts, "-x", "OMP_NUM_THREADS=1"]
+        for name in os.environ:
+            if name.startswith("HOROVOD_"):
+                command += ["-x", name]
         return command + [word for name, value in settings.items() for word in ("--mca", name, str(value))]
 
 

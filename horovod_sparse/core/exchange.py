@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.core import a2sgd, micro, qsgd, topk
+from horovod_sparse.core import a2sgd, micro, qsgd
 from horovod_sparse.core.a2sgd import A2SGD
 from horovod_sparse.core.agreement import Notes, agree
 from horovod_sparse.core.collectives import Allreduce, Array
@@ -22,7 +22,7 @@ from horovod_sparse.core.layout import FlatLayout, TensorSpec, first_difference
 from horovod_sparse.core.micro import MiCRO
 from horovod_sparse.core.qsgd import QSGD
 from horovod_sparse.core.stats import StepStats
-from horovod_sparse.core.step import SettingError, Step, Update
+from horovod_sparse.core.step import SettingError, Step, Update, check_density
 from horovod_sparse.core.topk import TopK
 
 
@@ -349,7 +349,7 @@ class TopKExchange(ResidualExchange):
     method = "topk"
 
     def __init__(self, density: float, follow_learning_rate: bool | None = None) -> None:
-        topk.check_settings(density)
+        check_density(density)
         super().__init__(follow_learning_rate, density=float(density))
 
     def _make_algorithm(self, layout: FlatLayout) -> TopK:

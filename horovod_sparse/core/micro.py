@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from horovod_sparse.core.collectives import Allgather, Allreduce, Alltoall, Array
 from horovod_sparse.core.indices import code_dtype, decode, encode
 from horovod_sparse.core.kernels import kernels_for
 from horovod_sparse.core.layout import FlatLayout
 from horovod_sparse.core.partition import owned_partition
 from horovod_sparse.core.residual import Residual
-from horovod_sparse.core.step import SettingError, Step, Update
+from horovod_sparse.core.step import SettingError, Step, Update, check_density
 from horovod_sparse.core.threshold import AdaptiveThreshold, Magnitudes, PaperThreshold, ThresholdEstimator
 
 # Counts travel in the dtype of Horovod's tokens, so that Horovod may fuse them; their rounding, beyond 2**24 elements,
@@ -22,12 +20,7 @@ ENOUGH_COUNTED = 2048
 
 def check_settings(density: float, threshold: str, value_dtype: str | None) -> None:
     """Raise SettingError unless MiCRO can work with these settings."""
-    if (
-        isinstance(density, bool)
-        or not isinstance(density, int | float | np.integer | np.floating)
-        or not 0 < density <= 1
-    ):
-        raise SettingError("density", density, "a number in (0, 1], the share of the gradient to send in a step")
+    check_density(density)
     if not isinstance(threshold, str) or threshold not in ("adaptive", "paper"):
         raise SettingError("threshold", threshold, '"adaptive" or "paper"')
     if value_dtype is not None and (not isinstance(value_dtype, str) or value_dtype not in ("float16", "bfloat16")):

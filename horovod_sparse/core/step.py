@@ -6,6 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from horovod_sparse.core.collectives import Array, Collective
 
 Result = TypeVar("Result")
@@ -31,3 +33,10 @@ class SettingError(ValueError):
 
     def __init__(self, name: str, given: object, allowed: str) -> None:
         super().__init__(f"{name}={given!r}: {name} must be {allowed}")
+
+
+def check_density(density: float) -> None:
+    """Raise SettingError unless it is a share of the gradient to send in a step."""
+    number = isinstance(density, int | float | np.integer | np.floating) and not isinstance(density, bool)
+    if not number or not 0 < density <= 1:
+        raise SettingError("density", density, "a number in (0, 1], the share of the gradient to send in a step")

@@ -15,9 +15,18 @@ import horovod.tensorflow.keras as stock
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import LEGACY, assert_close, batch, keras_model, same_on_all_ranks
+from training import (
+    LEGACY,
+    assert_close,
+    batch,
+    keras_model,
+    known_gradient,
+    mean_over_ranks,
+    same_on_all_ranks,
+)
 
 import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.tensorflow import DistributedGradientTape
 
 keras = tf.keras
 pytestmark = pytest.mark.keras
@@ -693,3 +702,37 @@ def test_stock_backward_passes_per_step() -> None:
 
     assert_close(train(hvd.MiCROCompressor(density=1.0)), train(hvd.Compression.none))
     assert same_on_all_ranks(train(hvd.MiCROCompressor(density=0.05)))
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_each_gradient_has_its_effect_at_the_learning_rate_of_its_own_step(schedule: bool) -> None:
+    """With SGD: what is held back is counted at the learning rate of the day."""
+    rates = [0.5, 0.25, 0.125, 0.0625]
+    rate = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5) if schedule else rates[0]
+    compression = hvd.MiCROCompressor(0.05)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), compression=compression)
+    variable = tf.Variable(np.zeros((40, 50)), dtype="float64", name="w")
+    optimizer.build([variable])
+    apply = tf.function(lambda g: optimizer.apply_gradients([(g, variable)]))
+    total = np.zeros(variable.shape)
+    for step, of_step in enumerate(rates):
+        if not schedule:
+            optimizer.learning_rate.assign(of_step)
+        apply(tf.constant(known_gradient(variable.shape, hvd.rank(), step)))
+        total += of_step * mean_over_ranks(lambda rank, step=step: known_gradient(variable.shape, rank, step))
+        (residual,) = compression.state_dict()["residual"].values()
+        held_back = of_step * horovod.tensorflow.allreduce(tf.constant(residual), name="test.held_back").numpy()
+        assert abs(held_back).max() > 0
+        np.testing.assert_allclose(held_back - variable.numpy(), total, rtol=0, atol=1e-6)
+
+
+def test_the_residual_does_not_follow_the_learning_rate_of_adam_and_a_tape_has_none() -> None:
+    compression = hvd.MiCROCompressor(0.05)
+    fit(keras_model(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), compression=compression), hvd.rank())
+    assert set(compression.state_dict()["rates"].values()) == {0.0}
+    tape = DistributedGradientTape(tf.GradientTape(), compression=hvd.MiCROCompressor(follow_learning_rate=True))
+    variable = tf.Variable(np.zeros(2000, np.float32))
+    with tape:
+        loss = tf.reduce_sum(variable)
+    with pytest.raises(ValueError, match="follow_learning_rate=True"):
+        tape.gradient(loss, [variable])

@@ -15,7 +15,16 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import nn
-from training import loss_on, mlp, same_on_all_ranks, seeded
+from training import (
+    backward_with,
+    known_gradients,
+    loss_on,
+    mean_over_ranks,
+    mlp,
+    same_on_all_ranks,
+    seeded,
+    snapshot,
+)
 
 from horovod_sparse.torch import A2SGDCompressor, MiCROCompressor, TopKCompressor, get_compressor
 
@@ -329,3 +338,59 @@ def test_two_optimizers_in_one_backward_pass(compression: type) -> None:
         for optimizer in optimizers.values():
             get_compressor(optimizer).synchronize_parameters()
     assert same_on_all_ranks(models.parameters())
+
+
+@pytest.mark.laws
+@pytest.mark.parametrize("compressor", [MiCROCompressor, TopKCompressor])
+@pytest.mark.parametrize("saved", [False, True])
+def test_each_gradient_has_its_effect_at_the_learning_rate_of_its_own_step(
+    compressor: type[MiCROCompressor] | type[TopKCompressor], saved: bool
+) -> None:
+    """With SGD, whatever is held back and sent later; also by a compressor that continues from a saved state."""
+    model = mlp().double()
+    head = list(model[-1].parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in head)]
+    rates = [(0.5, 0.1), (0.5, 0.02), (0.005, 0.02), (0.0025, 0.01), (0.0025, 0.4)]
+
+    sgd = torch.optim.SGD([{"params": rest, "lr": 1.0}, {"params": head, "lr": 1.0}])
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compressor(0.05))
+    start = snapshot(model)
+    total = {name: torch.zeros_like(p) for name, p in start.items()}
+    for step, of_groups in enumerate(rates):
+        if saved:
+            get_compressor(optimizer).load_state_dict(get_compressor(optimizer).state_dict())
+        for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
+            group["lr"] = rate
+        optimizer.zero_grad()
+        backward_with(model, known_gradients(model, hvd.rank(), step))
+        optimizer.step()
+        mean = mean_over_ranks(lambda rank, step=step: known_gradients(model, rank, step))
+        for name, p in model.named_parameters():
+            rate = of_groups[1] if any(p is q for q in head) else of_groups[0]
+            total[name] += rate * mean[name]
+            residual = get_compressor(optimizer).state_dict()["residual"][name]
+            held_back = rate * hvd.allreduce(residual, op=hvd.Average, name=f"test.held_back.{name}")
+            torch.testing.assert_close(start[name] - p.detach() + held_back, total[name], rtol=0, atol=1e-12)
+    assert held_back.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "follow", "expected"),
+    [
+        (torch.optim.SGD, None, 0.1),
+        (torch.optim.SGD, False, 0.0),
+        (torch.optim.Adam, None, 0.0),
+        (torch.optim.Adam, True, 0.1),
+    ],
+)
+def test_the_residual_follows_the_learning_rate_of_sgd_unless_told_otherwise(
+    make: type[torch.optim.Optimizer], follow: bool | None, expected: float
+) -> None:
+    model = mlp()
+    compression = MiCROCompressor(0.05, follow_learning_rate=follow)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters(), lr=0.1), model.named_parameters(), compression=compression
+    )
+    loss_on(model, hvd.rank(), 0).backward()
+    optimizer.step()
+    assert set(compression.state_dict()["rates"].values()) == {expected}

@@ -79,7 +79,7 @@ def content(side, vector, parts):
 @pytest.fixture(params=[1, 3], ids=["1 thread", "3 threads"])
 def threads(request, monkeypatch):
     monkeypatch.setattr(host, "thread_count", lambda: request.param)
-    monkeypatch.setattr(host, "GRAIN", 4)
+    monkeypatch.setattr(host, "GRAIN", 32)
     monkeypatch.setattr(host._in_threads, "__kwdefaults__", {"grain": 4})
     return request.param
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from horovod_sparse.core import A2SGD, QSGD, FlatLayout, MiCRO, TopK, a2sgd, micro, qsgd, topk
+from horovod_sparse.core import A2SGD, QSGD, FlatLayout, MiCRO, TopK, a2sgd, micro, qsgd
+from horovod_sparse.core.exchange import MiCROExchange, TopKExchange
 
 LAYOUT = FlatLayout.flat(10)
 
@@ -23,7 +24,7 @@ def test_density_outside_0_to_1_is_refused(density):
     assert "(0, 1]" in refusal(lambda: MiCRO(LAYOUT, density=density), "density", density)
     refusal(lambda: micro.check_settings(density, "adaptive", None), "density", density)
     assert "(0, 1]" in refusal(lambda: TopK(LAYOUT, density), "density", density)
-    refusal(lambda: topk.check_settings(density), "density", density)
+    refusal(lambda: TopK(LAYOUT, density), "density", density)
 
 
 @pytest.mark.parametrize("threshold", ["foo", "Adaptive", "", None, 0.1, np.array(["adaptive", "paper"])])
@@ -58,6 +59,12 @@ def test_sync_every_that_is_not_a_positive_whole_number_is_refused(sync_every):
 def test_bits_other_than_2_4_and_8_are_refused(bits):
     assert "2, 4 or 8" in refusal(lambda: QSGD(LAYOUT, bits), "bits", bits)
     refusal(lambda: qsgd.check_settings(bits), "bits", bits)
+
+
+@pytest.mark.parametrize("follow", [0, 1, "sgd", 0.5])
+@pytest.mark.parametrize("make", [lambda f: MiCROExchange(0.1, "adaptive", None, f), lambda f: TopKExchange(0.1, f)])
+def test_follow_learning_rate_other_than_true_false_and_none_is_refused(make, follow):
+    assert "SGD" in refusal(lambda: make(follow), "follow_learning_rate", follow)
 
 
 @pytest.mark.parametrize("density", [1, 1.0, 1e-9, np.float32(0.5), np.float64(0.01)])

@@ -178,16 +178,17 @@ class World:
         self.backend = backend
         self.in_place = in_place
 
-    def step(self, gradients: list[Gradient]) -> Outcome:
+    def step(self, gradients: list[Gradient], rates: list[float] | None = None) -> Outcome:
         given = [[to_backend(g, self.backend) for g in gradient] for gradient in gradients]
         outs: list[Any] = [None] * len(given)
+        options = {} if rates is None else {"rates": rates}
         if self.in_place:
             given = [
                 [to_backend(g.astype(self.layout.dtype), self.backend) for g in gradient] for gradient in gradients
             ]
             outs = given
         steps = [
-            bounded(rank.step(g, i, len(given), out))
+            bounded(rank.step(g, i, len(given), out, **options))
             for i, (rank, g, out) in enumerate(zip(self.ranks, given, outs, strict=True))
         ]
         updates, rounds = virtual.run(steps)

@@ -103,7 +103,8 @@ class Distribution:
 
 def learning_rate_of(optimizer: Any) -> Any:
     """The learning rate of the next step: a scalar tensor."""
-    rate = optimizer.learning_rate
+    # The public attribute is a step behind where the legacy Keras has a schedule.
+    rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
     return tf.convert_to_tensor(rate(optimizer.iterations) if callable(rate) else rate)
 
 
