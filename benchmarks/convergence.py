@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     methods: Sequence[str]
 
 
-FULL = Plan([0, 1, 2], {"lstm-small": 4500, "conv": 1500}, list(METHODS))
+FULL = Plan([0, 1, 2], {"lstm-small": 4000, "conv": 1000}, list(METHODS))
 REDUCED = Plan([0], {"lstm-small": 1200, "conv": 600}, ["none", "micro 0.01", "micro 0.001", "a2sgd"])
 
 

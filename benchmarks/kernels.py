@@ -31,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 
 from horovod_sparse.core import A2SGD, QSGD, Allgather, FlatLayout, MiCRO, Partition, TensorSpec, TopK, owned_partition
-from horovod_sparse.core.indices import code_dtype, encode
+from horovod_sparse.core.indices import code_dtype, decode, encode
 from horovod_sparse.core.kernels import host, kernels_for
 
 NUMEL = 25_600_000
@@ -79,7 +79,7 @@ class Rank:
         # What the others select falls anywhere with the same probability.
         gaps = np.random.default_rng(0).geometric(case.density, int(1.1 * case.density * case.numel) + 100)
         indices = np.cumsum(gaps) - 1
-        self._selected = indices[indices < case.numel].astype(np.int32)
+        self.selected = indices[indices < case.numel].astype(np.int32)
 
     def draw(self) -> None:
         """Make a gradient."""
@@ -112,8 +112,8 @@ class Rank:
         messages = [request.array]
         for rank in range(1, self._ranks):
             start, stop = owned_partition(self.algorithm.layout.numel, self._ranks, rank, t)
-            first, last = np.searchsorted(self._selected, [start, stop])
-            message = encode(self._selected[first:last], start, code_dtype(self.algorithm.density))
+            first, last = np.searchsorted(self.selected, [start, stop])
+            message = encode(self.selected[first:last], start, code_dtype(self.algorithm.density))
             messages.append(message if self._device == "cpu" else torch.from_numpy(message).to(self._device))
         return kernels.join(messages)
 
@@ -169,6 +169,27 @@ def measure_selection(numel: int, threads: int, device: str) -> dict[str, Any]:
     }
     runs = {name: timed(function, device) for name, function in functions.items()}
     return {"numel": numel, "threads": threads} | in_turn({"copy_": copy_of(numel, device), **runs}, repeats=3)
+
+
+def measure_coding(case: Case) -> dict[str, Any]:
+    """Bytes of an index, what coding and decoding take on a rank, and what they save on a link of 10 Gbit/s.
+
+    Without, an index has 4 bytes. A rank codes its own indices and decodes all; it sends its own to all others.
+    """
+    rank = Rank(case, "cpu")
+    codes = code_dtype(case.density)
+    starts = [owned_partition(case.numel, case.ranks, i, 0).start for i in range(case.ranks)]
+    bounds = np.searchsorted(rank.selected, [*starts, case.numel])
+    own = [rank.selected[a:b] for a, b in pairwise(bounds)]
+    messages = [encode(indices, start, codes) for indices, start in zip(own, starts, strict=True)]
+    joined = np.concatenate(messages)
+    runs = {
+        "encode": timed(lambda: encode(own[0], starts[0], codes), "cpu"),
+        "decode": timed(lambda: decode(joined, starts, 0, codes, "int32"), "cpu"),
+    }
+    sent = (case.ranks - 1) / case.ranks
+    saved = 8 * sent * (4 * len(rank.selected) - len(joined)) / 10e9
+    return {**case._asdict(), "bytes": len(joined) / len(rank.selected), "saved": saved, **in_turn(runs, repeats=21)}
 
 
 def measure_memory(case: Case) -> dict[str, Any]:
@@ -237,6 +258,17 @@ def table_of_selections(records: list[dict[str, Any]]) -> Table:
     return table
 
 
+def table_of_coding(records: list[dict[str, Any]]) -> Table:
+    table = Table("density", title="Coding of indices, at 10 Gbit/s")
+    for heading in ("elements", "bytes an index", "ms to code", "ms saved", "saved / coding"):
+        table.add_column(heading, justify="right")
+    for r in records:
+        coding = r["encode"] + r["decode"]
+        cells = (f"{r['numel']:,}", f"{r['bytes']:.2f}", f"{1000 * coding:.3f}", f"{1000 * r['saved']:.3f}")
+        table.add_row(f"{r['density']:g}", *cells, f"{r['saved'] / coding:.2f}")
+    return table
+
+
 def table_of_memory(records: list[dict[str, Any]]) -> Table:
     table = Table(
         "method", title="Peak memory beyond the model and its gradients, in elements for each of the gradient's"
@@ -262,6 +294,7 @@ def main(
     work += [("steps", partial(measure_step, case, device)) for case in cases]
     work += [("selection", partial(measure_selection, numel, t, device)) for t in threads]
     if device == "cpu":
+        work += [("coding", partial(measure_coding, Case("MiCRO", numel, density=rho))) for rho in (0.1, 0.01, 0.001)]
         work += [("memory", partial(measure_memory, Case(method, numel))) for method in ("MiCRO", "A2SGD")]
     work += [
         (name, partial(measure_step, case, device)) for name, case in scaling_cases(reduced) if case.threads in threads
@@ -275,6 +308,8 @@ def main(
             results.write_text(json.dumps({"device": device, **figures}, indent=1))
     console.print(table_of_steps("What a step costs on a rank", figures["steps"]))
     console.print(table_of_selections(figures["selection"]))
+    if "coding" in figures:
+        console.print(table_of_coding(figures["coding"]))
     if "memory" in figures:
         console.print(table_of_memory(figures["memory"]))
     for name in ("elements", "ranks", "density"):

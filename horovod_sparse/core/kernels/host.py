@@ -235,46 +235,6 @@ def all_finite(x: Values) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _add_to_histogram(start, stop, step, magnitudes, histogram, addresses, offsets, like):  # type: ignore[no-untyped-def]
-    """Returns how many elements it has looked at: of each `step`, a line."""
-    lowest = magnitudes[0]
-    seen = 0
-    for i in _pieces(start, stop, offsets):
-        x, first = _piece(i, start, stop, addresses, offsets, like)
-        # Sampled lines are `step` elements apart in the flat vector, not in each piece: many pieces may be small.
-        line = (first - start) // step * step + start - first
-        while line < x.size:
-            low_end, high_end = max(line, 0), min(line + LINE, x.size)
-            for j in range(low_end, high_end):
-                magnitude = abs(x[j])
-                if magnitude >= lowest:
-                    low, high = 1, magnitudes.size
-                    while low < high:
-                        middle = (low + high) // 2
-                        if magnitude >= magnitudes[middle]:
-                            low = middle + 1
-                        else:
-                            high = middle
-                    histogram[low - 1] += 1
-            seen += max(high_end - low_end, 0)
-            line += step
-    return seen
-
-
-def count_at_least(x: FlatVector, part: Partition, magnitudes: NDArray[np.float64], stride: int) -> Any:
-    """For each magnitude (ascending), how many elements of x's `part` are at least as large.
-
-    With a `stride` > 1 it is an estimate, from every `stride`-th line of 128 elements.
-    """
-    histogram = np.zeros(magnitudes.size, np.int64)
-    if not magnitudes.size or part.start == part.stop:
-        return histogram
-    typed = magnitudes.astype(x.dtype)
-    seen = _add_to_histogram(part.start, part.stop, stride * LINE, typed, histogram, *x.loop_arguments)
-    return histogram[::-1].cumsum()[::-1] * ((part.stop - part.start) / seen)
-
-
-@njit(cache=True, nogil=True)
 def _select_from(x, threshold, first, out, count):  # type: ignore[no-untyped-def]
     mask = np.empty(CHUNK, np.uint8)
     words = mask.view(np.uint64)
@@ -292,6 +252,37 @@ def _select_from(x, threshold, first, out, count):  # type: ignore[no-untyped-de
         out[count] = first + i
         count += abs(x[i]) >= threshold
     return count
+
+
+@njit(cache=True, nogil=True)
+def _add_to_histogram(start, stop, step, magnitudes, histogram, addresses, offsets, like):  # type: ignore[no-untyped-def]
+    """Returns how many elements it has looked at: of each `step`, a line."""
+    reached = np.empty(LINE + 1, np.int64)
+    seen = 0
+    for i in _pieces(start, stop, offsets):
+        x, first = _piece(i, start, stop, addresses, offsets, like)
+        # Sampled lines are `step` elements apart in the flat vector, not in each piece: many pieces may be small.
+        line = (first - start) // step * step + start - first
+        while line < x.size:
+            part = x[max(line, 0) : max(line + LINE, 0)]
+            for j in reached[: _select_from(part, magnitudes[0], 0, reached, 0)]:
+                histogram[np.searchsorted(magnitudes, abs(part[j]), side="right") - 1] += 1
+            seen += part.size
+            line += step
+    return seen
+
+
+def count_at_least(x: FlatVector, part: Partition, magnitudes: NDArray[np.float64], stride: int) -> Any:
+    """For each magnitude (ascending), how many elements of x's `part` are at least as large.
+
+    With a `stride` > 1 it is an estimate, from every `stride`-th line of 128 elements.
+    """
+    histogram = np.zeros(magnitudes.size, np.int64)
+    if not magnitudes.size or part.start == part.stop:
+        return histogram
+    typed = magnitudes.astype(x.dtype)
+    seen = _add_to_histogram(part.start, part.stop, stride * LINE, typed, histogram, *x.loop_arguments)
+    return histogram[::-1].cumsum()[::-1] * ((part.stop - part.start) / seen)
 
 
 @njit(cache=True, nogil=True)
