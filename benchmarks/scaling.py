@@ -261,7 +261,7 @@ def main(
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
     console = Console()
-    elements, steps = (100_000, 4) if reduced else (1_000_000, 6)
+    elements, steps = (100_000, 4) if reduced else (300_000, 5)
     figures: dict[str, Any] = {"selections": []}
     for n in track(
         [n for n in RANKS if n <= (32 if reduced else 256)], "virtual ranks", console=console, transient=True
@@ -269,7 +269,7 @@ def main(
         figures["selections"] += select_virtually(n, elements, steps, seed)
         save(results, figures)
     console.print(table_of_selections(figures["selections"], elements))
-    copy, local = measure_local(1_000_000 if reduced else 10_000_000)
+    copy, local = measure_local(1_000_000 if reduced else 5_000_000)
     machine = Machine(compute, copy, local, round_s, hop)
     figures["machine"] = machine
     if network:
