@@ -10,7 +10,7 @@ assert version, "horovod_sparse/__init__.py has no __version__"
 setup(
     name="horovod_sparse",
     version=version[1],
-    description="Gradient compression for Horovod, switched on by one argument: MiCRO and A2SGD",
+    description="Gradient compression for Horovod, switched on by one argument: MiCRO, A2SGD, top-k, QSGD",
     long_description=(root / "README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",

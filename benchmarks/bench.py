@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,35 +35,21 @@ class Benchmark(NamedTuple):
     needs_root: bool = False
 
 
-def benchmarks(root: bool) -> list[Benchmark]:
-    """In the order in which one needs what another has measured."""
-    network = [
-        "--json",
-        "results/network.json",
-        "--step-times",
-        "results/step_times.json",
-        "--plot",
-        "results/network.png",
-    ]
+def benchmarks() -> Iterator[Benchmark]:
+    """In the order in which one needs what another has measured; each is made once those before it have run."""
+    yield Benchmark("Local cost", "kernels.py", ["--reduced", "--json", "results/kernels.json"], [])
+    network = {"--json": "network.json", "--step-times": "step_times.json", "--plot": "network.png"}
     links = [word for link in ("100M", "1G", "unlimited") for word in ("--link", link)]
-    measured = ["--network", "results/network.json"] if root else []
-    step_times = ["--step-times", "results/step_times.json"] if root else []
-    return [
-        Benchmark("Local cost", "kernels.py", ["--reduced", "--json", "results/kernels.json"], []),
-        Benchmark("Slow links", "network.py", ["--reduced", *links, *network], ["network.png"], needs_root=True),
-        Benchmark(
-            "Scale",
-            "scaling.py",
-            ["--reduced", *measured, "--json", "results/scaling.json", "--plot", "results/scaling.png"],
-            ["scaling.png"],
-        ),
-        Benchmark(
-            "Quality",
-            "convergence.py",
-            ["--reduced", *step_times, "--json", "results/convergence.json"],
-            ["convergence-lstm-small.png", "convergence-conv.png"],
-        ),
-    ]
+    outputs = [word for option, name in network.items() for word in (option, f"results/{name}")]
+    yield Benchmark("Slow links", "network.py", ["--reduced", *links, *outputs], ["network.png"], needs_root=True)
+    measured = ["--network", "results/network.json"] if (RESULTS / "network.json").exists() else []
+    outputs = ["--json", "results/scaling.json", "--plot", "results/scaling.png"]
+    yield Benchmark("Scale", "scaling.py", ["--reduced", *measured, *outputs], ["scaling.png"])
+    step_times = ["--step-times", "results/step_times.json"] if (RESULTS / "step_times.json").exists() else []
+    plots = ["convergence-lstm-small.png", "convergence-conv.png"]
+    yield Benchmark(
+        "Quality", "convergence.py", ["--reduced", *step_times, "--json", "results/convergence.json"], plots
+    )
 
 
 def run(benchmark: Benchmark, console: Console) -> str:
@@ -93,12 +80,14 @@ def main() -> None:
     console = Console(width=WIDTH)
     root = os.geteuid() == 0
     RESULTS.mkdir(exist_ok=True)
+    for name in ("network.json", "step_times.json", "network.png"):  # another run's would tell of other times
+        (RESULTS / name).unlink(missing_ok=True)
     report = RESULTS / "report.md"
     text = f"# horovod_sparse {horovod_sparse.__version__}: benchmarks, reduced\n\n"
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     text += f"{time.strftime('%Y-%m-%d')}, {machine}.\n"
     failed = False
-    for benchmark in benchmarks(root):
+    for benchmark in benchmarks():
         console.rule(benchmark.title)
         start = time.monotonic()
         if benchmark.needs_root and not root:

@@ -2,7 +2,7 @@
 
     python benchmarks/convergence.py                    # four ranks on this machine, three seeds
     python benchmarks/convergence.py --reduced          # fewer steps, methods and seeds
-    python benchmarks/convergence.py --step-times network.json
+    python benchmarks/convergence.py --step-times results/step_times.json
     python benchmarks/convergence.py --help
 
 A language model and a convolutional network (lstm-small and conv of workloads.py) are trained with each compression,
@@ -242,7 +242,9 @@ def main(
         {name: steps or preset.steps[name] for name in check_names(preset.steps, workload) or preset.steps},
         list(dict.fromkeys(["none", *check_names(METHODS, method)])) if method else preset.methods,
     )
-    times: dict[str, dict[str, float]] = json.loads(step_times.read_text()) if step_times else {}
+    times: Any = json.loads(step_times.read_text()) if step_times else {}
+    if not isinstance(times, dict):
+        raise typer.BadParameter(f"{step_times} is not what network.py --step-times writes")
     for directory in (plot_dir, *([results.parent] if results else [])):
         directory.mkdir(parents=True, exist_ok=True)
     runs: dict[tuple[str, str, int], Run] = {}

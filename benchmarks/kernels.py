@@ -223,12 +223,12 @@ def resident(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def scaling_cases(reduced: bool) -> Iterator[tuple[str, Case]]:
+def scaling_cases(numel: int, reduced: bool) -> Iterator[tuple[str, Case]]:
     """The cases, each with the name of what varies."""
     for threads, method in product((1, 2), ("MiCRO", "A2SGD")):
-        case = Case(method, threads=threads)
-        for numel in (10**4, 10**5, 10**6, 10**7) if reduced else (10**4, 10**5, 10**6, 10**7, 10**8):
-            yield "elements", case._replace(numel=numel)
+        case = Case(method, numel, threads=threads)
+        for power in range(4, 8 if reduced else 9):
+            yield "elements", case._replace(numel=10**power)
         if reduced or method == "A2SGD":
             continue
         for ranks in (1, 2, 4, 16, 64):
@@ -238,9 +238,10 @@ def scaling_cases(reduced: bool) -> Iterator[tuple[str, Case]]:
 
 
 def table_of_steps(title: str, records: list[dict[str, Any]]) -> Table:
-    table = Table("method", title=title)
+    table = Table(title=title)
+    table.add_column("method", no_wrap=True)
     for heading in ("elements", "ranks", "density", "threads", "ms", "copy_, ms", "copies"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=heading == "elements")
     for r in records:
         ms = (1000 * r["step"], 1000 * r["copy_"])
         numbers = (f"{r['numel']:,}", str(r["ranks"]), f"{r['density']:g}", str(r["threads"]))
@@ -281,7 +282,7 @@ def table_of_memory(records: list[dict[str, Any]]) -> Table:
 
 def main(
     device: Annotated[str, typer.Option(help="cpu, or a GPU as torch names it.")] = "cpu",
-    numel: Annotated[int, typer.Option(min=1000, help="Gradient elements.")] = NUMEL,
+    numel: Annotated[int, typer.Option(min=1000, help="Gradient elements, where they do not vary.")] = NUMEL,
     reduced: Annotated[bool, typer.Option(help="Less of everything, in half a minute.")] = False,
     results: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Where to write all figures.")] = None,
 ) -> None:
@@ -297,7 +298,9 @@ def main(
         work += [("coding", partial(measure_coding, Case("MiCRO", numel, density=rho))) for rho in (0.1, 0.01, 0.001)]
         work += [("memory", partial(measure_memory, Case(method, numel))) for method in ("MiCRO", "A2SGD")]
     work += [
-        (name, partial(measure_step, case, device)) for name, case in scaling_cases(reduced) if case.threads in threads
+        (name, partial(measure_step, case, device))
+        for name, case in scaling_cases(numel, reduced)
+        if case.threads in threads
     ]
     figures: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in work}
     console = Console()

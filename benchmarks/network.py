@@ -182,12 +182,12 @@ class Training:
         stats = self._compressor.stats
         if stats.skipped:
             raise RuntimeError(f"{self.method}: the gradients are not finite")
-        allgathered = 0.0
-        if self.method in ("topk", "qsgd"):
-            allgathered = stats.bytes_sent
-        elif self.method.startswith("micro"):  # the indices: all but the values
-            allgathered = stats.bytes_sent - (2 if "fp16" in self.method else 4) * stats.selected
-        self._payloads.append((stats.bytes_sent - allgathered, allgathered))
+        allreduced = float(stats.bytes_sent)
+        if self.method != "a2sgd":  # a token for each tensor, and the numbers of the first round; MiCRO's values
+            micro = self.method.startswith("micro")
+            allreduced = 4 * (len(list(self._workload.model.parameters())) + (14 if micro else 3))
+            allreduced += (2 if "fp16" in self.method else 4) * stats.selected if micro else 0
+        self._payloads.append((allreduced, stats.bytes_sent - allreduced))
 
 
 def run_block(step: Callable[[], None], steps: int) -> list[Block]:
