@@ -35,10 +35,10 @@ def is_or_makes(compression: object, compressor: type) -> bool:
     return issubclass(compression if isinstance(compression, type) else type(compression), compressor)
 
 
-def follows_learning_rate(settings: Mapping[str, Any], is_sgd: bool) -> bool:
+def follows_learning_rate(settings: Mapping[str, Any], plain_sgd: bool) -> bool:
     """Whether what an exchange with these settings holds back is to follow the learning rate of the optimizer."""
     follow = settings.get("follow_learning_rate", False)
-    return is_sgd if follow is None else bool(follow)
+    return plain_sgd if follow is None else bool(follow)
 
 
 class MiCROSettings:
@@ -52,8 +52,9 @@ class MiCROSettings:
             sends them as accumulated: in float32, or in float64 where the model has float64 parameters. "float16" takes
             no more rounds than None, "bfloat16" one more, for Horovod adds none; it spares the sum's rounding error.
         follow_learning_rate: when the learning rate changes, multiply what is held back by the ratio of the old one to
-            the new one, so that it has the effect that it would have had at once. None: where the optimizer is SGD, for
-            others do not take the gradient as it is. It needs an optimizer; a tape knows no learning rate.
+            the new one, so that it has the effect that it would have had at once. None: with SGD without momentum.
+            Other optimizers do not take the gradient as it is: momentum would keep what was multiplied for a small
+            learning rate, and apply it at a large one. It needs an optimizer; a tape knows no learning rate.
 
     Raises:
         ValueError: a setting is none of these.

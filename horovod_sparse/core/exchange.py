@@ -222,7 +222,7 @@ class ResidualExchange(Exchange):
     def __init__(self, follow_learning_rate: bool | None, **settings: Any) -> None:
         if not isinstance(follow_learning_rate, bool | None):
             raise SettingError(
-                "follow_learning_rate", follow_learning_rate, "True, False, or None (where the optimizer is SGD)"
+                "follow_learning_rate", follow_learning_rate, "True, False, or None (with SGD without momentum)"
             )
         super().__init__(follow_learning_rate=follow_learning_rate, **settings)
 

@@ -42,8 +42,7 @@ class Residual:
             self.vector = kernels.zeros(self._layout, gradient[0])
         vector = kernels.flat_vector(gradient, self._layout.dtype)
         new = self._new(rates)
-        both = (self.rates > 0) & (new > 0)
-        scales = np.divide(self.rates, new, out=np.ones_like(new), where=both).clip(max=MOST)
+        scales = np.divide(self.rates, new, out=np.ones_like(new), where=(self.rates > 0) & (new > 0))
         result: tuple[Array, Array] = kernels.accumulate(
             self.vector, vector, out or kernels.empty_like(vector), scales, self._layout
         )
@@ -52,8 +51,12 @@ class Residual:
     def replace(self, acc: Array, rates: Sequence[float] | None) -> Array:
         """Let the residual be `acc`; returns the memory of the old one."""
         old, self.vector = self.vector, acc
-        self.rates = np.where(self._new(rates) > 0, self._new(rates), self.rates)
+        self.rates = self._new(rates)
         return old
 
     def _new(self, rates: Sequence[float] | None) -> NDArray[np.float64]:
-        return np.zeros_like(self.rates) if rates is None else np.asarray(rates, np.float64)
+        """In which rates to count from now on: `rates`, where they are > 0 and not too small."""
+        if rates is None:
+            return self.rates
+        new = np.asarray(rates, np.float64)
+        return np.where(new > 0, np.maximum(new, self.rates / MOST), self.rates)

@@ -97,9 +97,9 @@ class Reducer:
                 reduced[i] = gradient
         return reduced
 
-    def follows_learning_rate(self, is_sgd: bool) -> bool:
+    def follows_learning_rate(self, plain_sgd: bool) -> bool:
         """Whether what is held back is to follow the learning rate of the optimizer."""
-        return self._ours and follows_learning_rate(self.compression.settings, is_sgd)
+        return self._ours and follows_learning_rate(self.compression.settings, plain_sgd)
 
     def applied(self, reduced: Sequence[Any], variables: Sequence[Any], local: Collection[int] = ()) -> None:
         """The reduced gradients have been applied: average the variables over the ranks, if it is time to."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from horovod_sparse._compressor import (
@@ -30,6 +31,7 @@ from horovod_sparse._compressor import (
     on_class_or_instance,
 )
 from horovod_sparse.core import FlatLayout, StepStats, TensorSpec
+from horovod_sparse.core.collectives import Array
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange
 from horovod_sparse.core.layout import accumulator_dtype
 from horovod_sparse.torch._horovod import hvd
@@ -63,6 +65,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._collectives: Collectives | None = None  # once the ranks are known to train the same parameters
         self._ever_sparse: set[str] = set()
         self._given_up = 0
+        self._handed_over: dict[TensorSpec, weakref.ref[Array]] = {}
         self._begin_step()
 
     # The public surface
@@ -195,7 +198,11 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._gradients[spec] = FlatGradient(tensor, usable=self._check(spec, tensor))
         algorithm = self._exchange.algorithm
         if algorithm and self._collectives and len(self._gradients) == len(algorithm.layout.tensors):
-            self._start_exchange(self._collectives)
+            if synchronizing:
+                self._start_exchange(self._collectives)
+            else:  # at the end of the backward pass, when it holds no more of its gradients
+                start = partial(self._start_if_begun, self._collectives, self._gradients)
+                torch.autograd.Variable._execution_engine.queue_callback(start)
         return TOKEN.to(tensor.device, copy=True), Context(self, self._gradients[spec])
 
     def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
@@ -224,17 +231,27 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                     "to hvd.DistributedOptimizer, so Horovod does not reduce its gradient: make a new one"
                 )
 
+    def _given(self, spec: TensorSpec) -> Array | None:
+        """What became a gradient's memory in an earlier step, if it is still used."""
+        given = self._handed_over.get(spec)
+        return given and given()
+
+    def _start_if_begun(self, collectives: Collectives, gradients: dict[TensorSpec, FlatGradient]) -> None:
+        """Start the exchange of `gradients`, unless that was done, or given up, in the meantime."""
+        if self._running is None and self._gradients is gradients:
+            self._start_exchange(collectives)
+
     def _start_exchange(self, collectives: Collectives) -> None:
         """Start what does not depend on other ranks; wait for nothing."""
         collectives.count(TOKEN.nbytes * len(self._gradients))
         self._check_parameters()
         dtype = accumulator_dtype(self._gradients)
-        arrays = {spec: gradient.flatten(dtype) for spec, gradient in self._gradients.items()}
+        arrays = {spec: gradient.flatten(dtype, self._given(spec)) for spec, gradient in self._gradients.items()}
         for spec in self._exchange.algorithm.layout.tensors if self._exchange.algorithm else ():
             if spec.name in self._ever_sparse and spec not in arrays:  # was zero and dense in the first step
                 device = next(iter(self._gradients.values())).tensor.device
                 gradient = self._gradients[spec] = FlatGradient(torch.zeros(spec.shape, device=device), usable=True)
-                arrays[spec] = gradient.flatten(dtype)
+                arrays[spec] = gradient.flatten(dtype, None)
         self._layout = FlatLayout(arrays)
         out = {spec: gradient.out for spec, gradient in self._gradients.items()}
         rates = self._learning_rates()
@@ -244,7 +261,8 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def _learning_rates(self) -> dict[TensorSpec, float] | None:
         """Those of this step's tensors, if what is held back is to follow them."""
         optimizer = self._bound_optimizer()
-        if not follows_learning_rate(self._exchange.settings, is_sgd=isinstance(optimizer, torch.optim.SGD)):
+        plain = isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in optimizer.param_groups)
+        if not follows_learning_rate(self._exchange.settings, plain):
             return None
         rates = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         by_name = {name: rates[p] for p, name in optimizer._parameter_names.items() if p in rates}
@@ -276,8 +294,9 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 gradient.tensor.fill_(float("nan"))
             return
         scale = world_size if self._bound_optimizer().op == hvd.Sum else 1
-        for gradient, array in zip(gradients, update.gradient, strict=True):
-            gradient.store(array, scale)
+        for spec, gradient, array in zip(self._layout.tensors, gradients, update.gradient, strict=True):
+            if isinstance(gradient.store(array, scale), np.ndarray):
+                self._handed_over[spec] = weakref.ref(array)
 
     def _add_bytes(self, collectives: Collectives) -> None:
         """Add what was sent since the last call to the last step's figures."""

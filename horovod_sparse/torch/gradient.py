@@ -20,6 +20,22 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
+def _use_count(tensor: torch.Tensor) -> float:
+    """How many tensors share this one's memory, and the object that tells; infinity where torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count(tensor.untyped_storage()._cdata) if count else float("inf")
+
+
+def _count_alone() -> float:
+    """`_use_count` of a gradient that nobody else has: the parameter's tensor and ours, a detached one."""
+    of_parameter = torch.zeros(1)
+    ours = of_parameter.detach()
+    return _use_count(ours)
+
+
+_ALONE = _count_alone()
+
+
 class FlatGradient:
     """A gradient, and the flat array by which the core knows it.
 
@@ -32,34 +48,42 @@ class FlatGradient:
         self.tensor = tensor
         self._usable = usable
 
-    def flatten(self, dtype: str) -> Array:
+    def flatten(self, dtype: str, given: Array | None) -> Array:
         """The gradient as a flat array of `dtype`: a numpy array if it lies in host memory, else a torch tensor.
 
         It shares the gradient's memory where that is laid out so; otherwise it is a copy. A gradient that is not
         usable is empty.
+
+        Args:
+            given: what `store` has made the gradient's memory in an earlier step.
         """
+        shares = _use_count(self.tensor)  # before there are more
         gradient = self.tensor.reshape(-1).contiguous() if self._usable else torch.zeros(0)
         flat = gradient.to(getattr(torch, dtype))
-        # A gradient that is part of something larger, say of a buffer that its owner sets to 0, stays there.
-        own = flat.untyped_storage().nbytes() == flat.nbytes
         array = as_array(flat)
-        self.out: Array = array if own else as_array(torch.empty_like(flat))
+        # The step may have the memory if nobody else knows it: no other gradient, no buffer that its owner sets to 0.
+        storage = self.tensor.untyped_storage()
+        lent = not storage.resizable() and (given is None or given.ctypes.data != self.tensor.data_ptr())
+        shared = storage.nbytes() != self.tensor.nbytes or shares > _ALONE
+        self._handing_over = not lent and not shared and self.tensor.is_contiguous() and self.tensor.dtype == flat.dtype
+        copied = flat.data_ptr() != self.tensor.data_ptr()
+        self.out: Array = array if copied or self._handing_over else as_array(torch.empty_like(flat))
         return array
 
-    def store(self, array: Array, scale: int) -> None:
-        """Let `tensor` be what `array` holds, times `scale`.
+    def store(self, array: Array, scale: int) -> Array | None:
+        """Let `tensor` be what `array` holds, times `scale`; returns `array` if it is now the gradient's memory.
 
         A value that the gradient's dtype cannot hold becomes the largest that it can.
         """
         flat = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
         if scale != 1:
             flat.mul_(scale)
-        own = self.tensor.untyped_storage().nbytes() == self.tensor.nbytes
-        if own and self.tensor.is_contiguous() and self.tensor.dtype == flat.dtype:
+        if self._handing_over:
             self.tensor = flat.view(self.tensor.shape)  # no copy: Horovod makes it the memory of the gradient
-        else:
-            limits = torch.finfo(self.tensor.dtype)
-            self.tensor.copy_(flat.clamp_(limits.min, limits.max).view(self.tensor.shape))
+            return array
+        limits = torch.finfo(self.tensor.dtype)
+        self.tensor.copy_(flat.clamp_(limits.min, limits.max).view(self.tensor.shape))
+        return None
 
 
 def as_array(tensor: torch.Tensor) -> Array:

@@ -59,8 +59,9 @@ class Distribution:
     def _reduce_and_apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply
     ) -> Any:
-        is_sgd = any(cls.__name__ == "SGD" for cls in type(optimizer).__mro__)
-        rate = learning_rate_of(optimizer) if self.reducer.follows_learning_rate(is_sgd) else None
+        sgd = any(cls.__name__ == "SGD" for cls in type(optimizer).__mro__)
+        plain = sgd and not optimizer.get_config()["momentum"]
+        rate = learning_rate_of(optimizer) if self.reducer.follows_learning_rate(plain) else None
         reduced = self.reducer(gradients, variables, self.local_variables, learning_rate=rate)
         result = apply(reduced)
         self.reducer.applied(reduced, variables, self.local_variables)
