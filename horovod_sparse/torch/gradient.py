@@ -57,18 +57,28 @@ class FlatGradient:
         Args:
             given: what `store` has made the gradient's memory in an earlier step.
         """
-        shares = _use_count(self.tensor)  # before there are more
-        gradient = self.tensor.reshape(-1).contiguous() if self._usable else torch.zeros(0)
-        flat = gradient.to(getattr(torch, dtype))
+        if not self._usable:
+            self._handing_over = False
+            self.out: Array = as_array(torch.zeros(0))
+            return self.out
+        alone = self._is_alone(given)  # before there are more that know the memory
+        flat = self.tensor.reshape(-1).contiguous().to(getattr(torch, dtype))
         array = as_array(flat)
-        # The step may have the memory if nobody else knows it: no other gradient, no buffer that its owner sets to 0.
-        storage = self.tensor.untyped_storage()
-        lent = not storage.resizable() and (given is None or given.ctypes.data != self.tensor.data_ptr())
-        shared = storage.nbytes() != self.tensor.nbytes or shares > _ALONE
-        self._handing_over = not lent and not shared and self.tensor.is_contiguous() and self.tensor.dtype == flat.dtype
+        self._handing_over = alone and self.tensor.is_contiguous() and self.tensor.dtype == flat.dtype
         copied = flat.data_ptr() != self.tensor.data_ptr()
-        self.out: Array = array if copied or self._handing_over else as_array(torch.empty_like(flat))
+        self.out = array if copied or self._handing_over else as_array(torch.empty_like(flat))
         return array
+
+    def _is_alone(self, given: Array | None) -> bool:
+        """Whether nobody else knows the gradient's memory, which a step may then have.
+
+        That is, no other gradient, no buffer that its owner sets to 0, no numpy array: for one, torch marks memory as
+        not resizable.
+        """
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() != self.tensor.nbytes or _use_count(self.tensor) > _ALONE:
+            return False
+        return storage.resizable() or (given is not None and given.ctypes.data == self.tensor.data_ptr())
 
     def store(self, array: Array, scale: int) -> Array | None:
         """Let `tensor` be what `array` holds, times `scale`; returns `array` if it is now the gradient's memory.

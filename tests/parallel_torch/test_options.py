@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import horovod.torch as hvd
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -379,12 +381,14 @@ def test_each_gradient_has_its_effect_at_the_learning_rate_of_its_own_step(
     [
         (torch.optim.SGD, None, 0.1),
         (torch.optim.SGD, False, 0.0),
+        (partial(torch.optim.SGD, momentum=0.9), None, 0.0),
+        (partial(torch.optim.SGD, momentum=0.9), True, 0.1),
         (torch.optim.Adam, None, 0.0),
         (torch.optim.Adam, True, 0.1),
     ],
 )
 def test_the_residual_follows_the_learning_rate_of_sgd_unless_told_otherwise(
-    make: type[torch.optim.Optimizer], follow: bool | None, expected: float
+    make: Callable[..., torch.optim.Optimizer], follow: bool | None, expected: float
 ) -> None:
     model = mlp()
     compression = MiCROCompressor(0.05, follow_learning_rate=follow)
@@ -394,3 +398,62 @@ def test_the_residual_follows_the_learning_rate_of_sgd_unless_told_otherwise(
     loss_on(model, hvd.rank(), 0).backward()
     optimizer.step()
     assert set(compression.state_dict()["rates"].values()) == {expected}
+
+
+def test_parameters_whose_gradients_share_memory() -> None:
+    """Autograd hands both summands the same tensor."""
+    a, b = (nn.Parameter(torch.zeros(4, 8)) for _ in range(2))
+    compressor = MiCROCompressor(0.5)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)], compression=compressor)
+    factors = torch.arange(1.0, 33).view(4, 8)
+    for step in range(6):
+        optimizer.zero_grad()
+        if step == 5:
+            compressor.flush()
+        ((a.unsqueeze(0) + b.unsqueeze(0)) * factors).sum().backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        assert a.grad.data_ptr() == b.grad.data_ptr() or step  # what this test is about
+        optimizer.step()
+    for p in (a, b):
+        torch.testing.assert_close(p.detach(), -6 * factors)
+
+
+@pytest.mark.parametrize("lent", ["view", "itself", "numpy"])
+@pytest.mark.parametrize("density", [0.3, 1.0])
+def test_a_buffer_that_its_owner_clears_and_fills_stays_the_gradients_memory(lent: str, density: float) -> None:
+    p = nn.Parameter(torch.zeros(64))
+    array = np.zeros(64, np.float32)
+    buffer = torch.from_numpy(array) if lent == "numpy" else torch.zeros(64)
+    p.grad = buffer.view(64) if lent == "view" else buffer
+    compressor = MiCROCompressor(density)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], compression=compressor)
+    total = torch.zeros(64)
+    for step in range(6):
+        if step == 5:
+            compressor.flush()
+        if lent == "numpy":
+            array[:] = 0
+        else:
+            buffer.zero_()
+        gradient = torch.randn(64, generator=seeded(step))
+        total += gradient
+        (p * gradient).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), -total, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_goes_back_and_forth_where_nobody_else_has_it() -> None:
+    """Neither new memory for each step, nor a copy: the gradients of three steps lie in the same two places."""
+    p = nn.Parameter(torch.zeros(1000))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], compression=MiCROCompressor(0.1))
+    places = []
+    for step in range(6):
+        if p.grad is not None:
+            p.grad.zero_()
+        (p * torch.randn(1000, generator=seeded(step))).sum().backward()
+        optimizer.step()
+        assert p.grad is not None
+        places.append(p.grad.data_ptr())
+    assert len(set(places[1:])) == 2
+    assert places[2] == places[4] != places[3]

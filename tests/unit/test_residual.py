@@ -66,6 +66,23 @@ def test_without_rates_and_with_equal_ones_nothing_is_rescaled(backend, make):
 
 
 @both_backends
+def test_a_learning_rate_that_all_but_vanishes_for_a_while_loses_nothing(backend):
+    layout = FlatLayout.flat(500)
+    world = World(lambda layout: MiCRO(layout, 0.1), layout, 2, backend)
+    gradients = make_gradients(np.random.default_rng(0), "normal", layout, 2)
+    nothing = [[np.zeros(500, np.float32)]] * 2
+    total = flat(gradients[0]) / 2 + flat(gradients[1]) / 2
+    applied = world.step(gradients, [0.1]).applied[0]
+    for rate in (1e-9, 1e-9, 0.1, 0.1):
+        applied = applied + rate / 0.1 * world.step(nothing, [rate]).applied[0]
+    # Two tenths of the elements were sent while they had no effect: they were largest then.
+    held_back = world.residuals().mean(axis=0)
+    lost = abs(applied + held_back - total) > 1e-4
+    assert lost.mean() <= 0.25
+    assert np.allclose((applied + held_back)[~lost], total[~lost], atol=1e-4)
+
+
+@both_backends
 def test_a_learning_rate_that_all_but_vanishes_leaves_the_residual_finite(backend):
     layout = FlatLayout.flat(500)
     world = World(lambda layout: MiCRO(layout, 0.1), layout, 2, backend)
