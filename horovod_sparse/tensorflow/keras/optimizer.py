@@ -59,9 +59,7 @@ class Distribution:
     def _reduce_and_apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply
     ) -> Any:
-        sgd = any(cls.__name__ == "SGD" for cls in type(optimizer).__mro__)
-        plain = sgd and not optimizer.get_config()["momentum"]
-        rate = learning_rate_of(optimizer) if self.reducer.follows_learning_rate(plain) else None
+        rate = learning_rate_of(optimizer) if self.reducer.follows_learning_rate(_is_plain_sgd(optimizer)) else None
         reduced = self.reducer(gradients, variables, self.local_variables, learning_rate=rate)
         result = apply(reduced)
         self.reducer.applied(reduced, variables, self.local_variables)
@@ -100,6 +98,14 @@ class Distribution:
 
         tf.cond(counter.assign_add(1) >= self._passes, apply_sums, wait)
         return optimizer.iterations
+
+
+def _is_plain_sgd(optimizer: Any) -> bool:
+    """Whether it is SGD without momentum."""
+    if not any(cls.__name__ == "SGD" for cls in type(optimizer).__mro__):
+        return False
+    # In tf_keras.optimizers.legacy, `momentum` is a variable.
+    return not (optimizer._momentum if hasattr(optimizer, "_momentum") else optimizer.momentum)
 
 
 def learning_rate_of(optimizer: Any) -> Any:
