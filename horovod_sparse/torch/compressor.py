@@ -4,7 +4,8 @@ How a step runs inside stock Horovod, which knows only `compress` and `decompres
 
 - `compress` notes the gradient and returns a token, one number, which Horovod reduces in its place. It never waits for
   another rank: the order in which gradients become ready may differ between ranks.
-- With the last gradient of the step, the step's first round is started, without waiting for it.
+- At the end of the backward pass that brings the last gradient, the step's first round is started, without waiting
+  for it.
 - The first `decompress` comes after the last `compress`, inside `optimizer.synchronize()`, which all ranks enter. It
   runs the step to its end, for the whole model, and writes the update into all gradients.
 
