@@ -66,7 +66,7 @@ def test_without_rates_and_with_equal_ones_nothing_is_rescaled(backend, make):
 
 
 @both_backends
-def test_a_learning_rate_that_all_but_vanishes_for_a_while_loses_nothing(backend):
+def test_a_learning_rate_that_all_but_vanishes_for_a_while_loses_only_what_was_sent_at_it(backend):
     layout = FlatLayout.flat(500)
     world = World(lambda layout: MiCRO(layout, 0.1), layout, 2, backend)
     gradients = make_gradients(np.random.default_rng(0), "normal", layout, 2)
@@ -75,7 +75,7 @@ def test_a_learning_rate_that_all_but_vanishes_for_a_while_loses_nothing(backend
     applied = world.step(gradients, [0.1]).applied[0]
     for rate in (1e-9, 1e-9, 0.1, 0.1):
         applied = applied + rate / 0.1 * world.step(nothing, [rate]).applied[0]
-    # Two tenths of the elements were sent while they had no effect: they were largest then.
+    # Two steps, of a tenth of the elements each, were sent while it had all but vanished.
     held_back = world.residuals().mean(axis=0)
     lost = abs(applied + held_back - total) > 1e-4
     assert lost.mean() <= 0.25

@@ -24,7 +24,6 @@ def test_density_outside_0_to_1_is_refused(density):
     assert "(0, 1]" in refusal(lambda: MiCRO(LAYOUT, density=density), "density", density)
     refusal(lambda: micro.check_settings(density, "adaptive", None), "density", density)
     assert "(0, 1]" in refusal(lambda: TopK(LAYOUT, density), "density", density)
-    refusal(lambda: TopK(LAYOUT, density), "density", density)
 
 
 @pytest.mark.parametrize("threshold", ["foo", "Adaptive", "", None, 0.1, np.array(["adaptive", "paper"])])
