@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 from horovod_sparse.core.exchange import A2SGDExchange, MiCROExchange, QSGDExchange, TopKExchange
+from horovod_sparse.core.schedule import DensitySchedule
 
 
 class on_class_or_instance:
@@ -41,7 +42,19 @@ def follows_learning_rate(settings: Mapping[str, Any], plain_sgd: bool) -> bool:
     return plain_sgd if follow is None else bool(follow)
 
 
-class MiCROSettings:
+class Flushing:
+    """What compressors offer that hold something back."""
+
+    def flush(self: Any) -> None:
+        """Make the next exchange send everything that is held back: afterwards, the residual is 0 on all ranks.
+
+        It holds for all ranks, even if only one of them calls it.
+        """
+        for exchange in self._exchanges():
+            exchange.flush()
+
+
+class MiCROSettings(Flushing):
     """MiCRO (arXiv 2310.00967): in each step, the largest entries of the accumulated gradient travel, the rest waits.
 
     Args:
@@ -55,6 +68,11 @@ class MiCROSettings:
             the new one, so that it has the effect that it would have had at once. None: with SGD without momentum.
             Other optimizers do not take the gradient as it is: momentum would keep what was multiplied for a small
             learning rate, and apply it at a large one. It needs an optimizer; a tape knows no learning rate.
+        density_schedule: the density of each step, in the place of `density`: `WarmUp(steps)`, which goes from 1 to
+            `density` in so many steps, or a function from the number of steps taken so far to a density, which must be
+            the same on all ranks. It goes on where a loaded state was saved.
+        verify_every: after each so many steps, check that the parameters are bitwise the same on all ranks; if they are
+            not, all ranks raise a RuntimeError that names the first rank and parameter that differ. None: never.
 
     Raises:
         ValueError: a setting is none of these.
@@ -66,17 +84,11 @@ class MiCROSettings:
         threshold: str = "adaptive",
         value_dtype: str | None = None,
         follow_learning_rate: bool | None = None,
+        density_schedule: DensitySchedule = None,
+        verify_every: int | None = None,
     ) -> None:
-        exchange = partial(MiCROExchange, density, threshold, value_dtype, follow_learning_rate)
-        super().__init__(exchange)  # type: ignore[call-arg]
-
-    def flush(self: Any) -> None:
-        """Make the next exchange send everything that is held back: afterwards, the residual is 0 on all ranks.
-
-        It holds for all ranks, even if only one of them calls it.
-        """
-        for exchange in self._exchanges():
-            exchange.flush()
+        common = follow_learning_rate, density_schedule, verify_every
+        super().__init__(partial(MiCROExchange, density, threshold, value_dtype, *common))  # type: ignore[call-arg]
 
 
 class A2SGDSettings:
@@ -89,6 +101,8 @@ class A2SGDSettings:
     Args:
         granularity: "model" takes the means over the whole model, "tensor" over each tensor.
         sync_every: steps from one averaging of the parameters to the next; None never averages them.
+        verify_every: after each so many steps, check that the ranks agree on settings, model and step; None: never. The
+            parameters, which drift apart by design, are not compared.
 
     Raises:
         ValueError: a setting is none of these.
@@ -96,8 +110,10 @@ class A2SGDSettings:
 
     _hvd: Any
 
-    def __init__(self, granularity: str = "model", sync_every: int | None = 100) -> None:
-        super().__init__(partial(A2SGDExchange, granularity, sync_every))  # type: ignore[call-arg]
+    def __init__(
+        self, granularity: str = "model", sync_every: int | None = 100, verify_every: int | None = None
+    ) -> None:
+        super().__init__(partial(A2SGDExchange, granularity, sync_every, verify_every))  # type: ignore[call-arg]
         if sync_every is None and not (self._hvd.is_initialized() and self._hvd.rank() > 0):
             warnings.warn(
                 "sync_every=None: with A2SGD the replicas drift apart, and nothing brings them together unless "
@@ -106,21 +122,28 @@ class A2SGDSettings:
             )
 
 
-class TopKSettings:
+class TopKSettings(Flushing):
     """Top-k (arXiv 1704.05021, 1809.07599): in each step, each rank sends the largest entries of its own gradient.
 
     The rest waits in a residual. The ranks select different entries, so with more ranks more of the gradient changes.
 
     Args:
         density: the share of the gradient's elements that each rank sends in a step, in (0, 1].
-        follow_learning_rate: as of `MiCROCompressor`.
+        follow_learning_rate, density_schedule, verify_every: as of `MiCROCompressor`.
 
     Raises:
-        ValueError: the density is outside.
+        ValueError: a setting is none of these.
     """
 
-    def __init__(self, density: float = 0.01, follow_learning_rate: bool | None = None) -> None:
-        super().__init__(partial(TopKExchange, density, follow_learning_rate))  # type: ignore[call-arg]
+    def __init__(
+        self,
+        density: float = 0.01,
+        follow_learning_rate: bool | None = None,
+        density_schedule: DensitySchedule = None,
+        verify_every: int | None = None,
+    ) -> None:
+        common = follow_learning_rate, density_schedule, verify_every
+        super().__init__(partial(TopKExchange, density, *common))  # type: ignore[call-arg]
 
 
 class QSGDSettings:
@@ -128,10 +151,11 @@ class QSGDSettings:
 
     Args:
         bits: 2, 4 or 8 for each element, its sign included; each 512 elements share a norm, in 4 bytes more.
+        verify_every: as of `MiCROCompressor`.
 
     Raises:
-        ValueError: bits is none of these.
+        ValueError: a setting is none of these.
     """
 
-    def __init__(self, bits: int = 4) -> None:
-        super().__init__(partial(QSGDExchange, bits))  # type: ignore[call-arg]
+    def __init__(self, bits: int = 4, verify_every: int | None = None) -> None:
+        super().__init__(partial(QSGDExchange, bits, verify_every))  # type: ignore[call-arg]

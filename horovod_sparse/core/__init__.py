@@ -11,6 +11,7 @@ from horovod_sparse.core.layout import FlatLayout, TensorSpec
 from horovod_sparse.core.micro import MiCRO
 from horovod_sparse.core.partition import Partition, owned_partition, partition
 from horovod_sparse.core.qsgd import QSGD
+from horovod_sparse.core.schedule import WarmUp
 from horovod_sparse.core.stats import StepStats
 from horovod_sparse.core.step import Update
 from horovod_sparse.core.threshold import AdaptiveThreshold, PaperThreshold
@@ -32,6 +33,7 @@ __all__ = [
     "TensorSpec",
     "TopK",
     "Update",
+    "WarmUp",
     "owned_partition",
     "partition",
 ]

@@ -1,38 +1,51 @@
 """A method at work on one model: its state, and what the ranks have to agree on before they rely on it.
 
 A step begins with a round in which each rank sends the method's first numbers, and before them a 1, for its presence,
-and a flag: "I have something to say". It is raised in a first step, after a state was loaded or reset, for a flush, and
-for an error. If any rank raises it, all ranks compare notes, then go on together or raise the same error: so an error
-on one rank is an error on all of them, in the same step, and none is left waiting.
+two flags, and a fingerprint of its state. One flag says "I have something to say": it is raised in a first step, after
+a state was loaded or reset, and for an error; the other, as for a flush, can wait until all ranks are there. If a flag
+is up, or the fingerprints differ, all ranks compare notes, then go on together or raise the same error: so an error on
+one rank is an error on all of them, in the same step, and none is left waiting.
+
+Ranks that have called `hvd.join()` send zeros, and take no part in an allgather. The others take steps all the same,
+dense ones. Who comes back takes over their step and threshold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from horovod_sparse.core import a2sgd, micro, qsgd
 from horovod_sparse.core.a2sgd import A2SGD
-from horovod_sparse.core.agreement import Notes, agree
+from horovod_sparse.core.agreement import Notes, agree, all_the_same, fingerprint
+from horovod_sparse.core.checkpoint import merged
 from horovod_sparse.core.collectives import Allreduce, Array
 from horovod_sparse.core.kernels import kernels_for
 from horovod_sparse.core.layout import FlatLayout, TensorSpec, first_difference
 from horovod_sparse.core.micro import MiCRO
 from horovod_sparse.core.qsgd import QSGD
+from horovod_sparse.core.schedule import DensitySchedule, WarmUp, check_schedule, density_of
 from horovod_sparse.core.stats import StepStats
 from horovod_sparse.core.step import SettingError, Step, Update, check_density
 from horovod_sparse.core.topk import TopK
 
 
-def check_present(present: float, world_size: int) -> None:
+def check_present(present: float, world_size: int, purpose: str) -> None:
     """Raise RuntimeError, on all ranks left, if some have called `hvd.join()`: Horovod sends zeros in their place."""
     if present < world_size - 0.5:
         raise RuntimeError(
-            f"{world_size - round(present)} of {world_size} ranks have called hvd.join(), which no compressor of "
-            "horovod_sparse supports: give all ranks the same number of steps, or use compression=hvd.Compression.fp16"
+            f"{world_size - round(present)} of {world_size} ranks have called hvd.join(), and {purpose}, for which all "
+            "ranks are needed: do that while all ranks still train"
         )
+
+
+def check_verify_every(verify_every: int | None) -> None:
+    """Raise SettingError unless it is a number of steps, or None."""
+    whole = isinstance(verify_every, int | np.integer) and not isinstance(verify_every, bool)
+    if verify_every is not None and not (whole and verify_every >= 1):
+        raise SettingError("verify_every", verify_every, "a number of steps >= 1, or None to never compare the ranks")
 
 
 class Exchange:
@@ -42,14 +55,25 @@ class Exchange:
         method: its name.
         settings: what it was made with, which has to be the same on all ranks.
         circumstances: what else a front end wants to be the same on all ranks, by name.
+        order: which of several exchanges of like tensors this is; the same on all ranks.
+        digests: returns a digest of each parameter, by name, for `verify_every`; None where they may differ.
         stats: figures of the last step; None before the first.
+
+    Args:
+        verify_every: after each so many steps, compare the parameters, and all notes, between the ranks; None: never.
+
+    Raises:
+        SettingError: it is neither.
     """
 
     method: str
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, verify_every: int | None, **settings: Any) -> None:
+        check_verify_every(verify_every)
+        self.settings = {**settings, "verify_every": None if verify_every is None else int(verify_every)}
         self.circumstances: Mapping[str, Any] = {}
+        self.order = 0
+        self.digests: Callable[[], dict[str, int]] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -58,6 +82,8 @@ class Exchange:
         self.algorithm: Any = None
         self.problem: str | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._leads = False  # what this rank knows of the state, others have missed
+        self.place = (0, 1)
         self.something_to_say = True
 
     def note(self, problem: str) -> None:
@@ -65,25 +91,41 @@ class Exchange:
         self.problem = self.problem or problem
         self.something_to_say = True
 
+    def rejoin(self) -> None:
+        """The world has changed, as in an elastic job: meet the ranks anew. Those that are new take over our state."""
+        self._leads = self.algorithm is not None or self._loaded is not None
+        self.problem = None
+        self.something_to_say = True
+
     def state(self) -> dict[str, Any]:
         """This rank's state as arrays, numbers and strings."""
         if self.algorithm is None:
             return dict(self._loaded) if self._loaded else {"method": self.method, "step": 0}
-        return {"method": self.method, "step": self.algorithm.t, **self._save()}
+        rank, world_size = self.place
+        where = {"rank": rank, "world_size": world_size}
+        return {"method": self.method, "step": self.algorithm.t, **where, **self._save()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned on the same rank; on all ranks.
+    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
+        """Continue from a state, or from those of all ranks of another world: see `checkpoint.merged`; on all ranks.
 
         The next step finds out whether it fits the model: if it does not, all ranks raise the same error.
 
         Raises:
-            ValueError: the state is not one of this method.
+            ValueError: the state is not one of this method, or those of all ranks are not complete.
         """
-        method = state.get("method") if isinstance(state, Mapping) else type(state).__name__
-        if method != self.method:
-            raise ValueError(f"load_state_dict: the state is of {method!r}, not of {self.method!r}")
+        state = merged(state, self.method, rank, world_size)
         self.reset()
         self._loaded = state
+
+    def release(self) -> Mapping[str, Array]:
+        """What is held back, by tensor, which is forgotten: for a rank that is alone, and applies it by itself."""
+        state = self.state()
+        residual: Mapping[str, Array] = state.get("residual", {})
+        if residual:
+            if self.algorithm is not None:
+                self.algorithm.residual.vector = None
+            self._loaded = self._loaded and {**self._loaded, "residual": {}}
+        return residual
 
     def meet(self, specs: Sequence[TensorSpec]) -> Step[None]:
         """Before the first step: do all ranks have the same settings, and train the same tensors?
@@ -100,6 +142,7 @@ class Exchange:
         world_size: int,
         out: Mapping[TensorSpec, Array] | None = None,
         rates: Mapping[TensorSpec, float] | None = None,
+        loss_scale: float = 1.0,
     ) -> Step[Update | None]:
         """One step on one rank.
 
@@ -108,6 +151,7 @@ class Exchange:
             rank, world_size: this rank's number, and the number of ranks.
             out: memory for as many elements, which is the step's from now on; see `MiCRO.step`.
             rates: the learning rates, if what is held back is to follow them.
+            loss_scale: by what the loss was multiplied.
 
         Returns:
             The update, its tensors sorted; None if the gradient of some rank was not finite.
@@ -118,41 +162,55 @@ class Exchange:
         specs = sorted(gradient)
         arrays = [gradient[spec] for spec in specs]
         memory = out and [out[spec] for spec in specs]
+        self.place = (rank, world_size)
         if self.algorithm is None:
             self._begin(FlatLayout(specs), arrays)
         else:
             difference = first_difference(specs, self.algorithm.layout.tensors)
-            if difference:
+            if difference and set(specs).issuperset(self.algorithm.layout.tensors):
+                self._extend(FlatLayout(specs), arrays)
+            elif difference:
                 self.note(
                     f"the model has {difference[0]} where it had {difference[1]} in the steps before. If it was "
                     "changed on purpose, call reset() on the compressor of every rank"
                 )
         kernels = kernels_for(arrays[0])
         algorithm = self.algorithm  # this step's, even if the state is reset before the step has ended
-        following = {} if rates is None else {"rates": [rates[spec] for spec in specs]}
-        method_step = algorithm.step(arrays, rank, world_size, memory, **following)
+        self._prepare(algorithm)
+        method_step = algorithm.step(arrays, rank, world_size, memory, **self._units(specs, rates, loss_scale))
         request: Array | None = None
-        if self.something_to_say:
-            size, dtype = algorithm.first_round
-            first = kernels.numbers([1, 1] + [0] * size, arrays[0], dtype)
-        else:
+        size, dtype = algorithm.first_round
+        if not self.something_to_say:
             request = next(method_step).array
-            head = kernels.numbers([1, 0], request, str(request.dtype).removeprefix("torch."))
-            first = kernels.join([head, request])
-        answer = yield Allreduce(first)
-        present, flags = answer[:2].tolist()
-        check_present(present, world_size)
-        if flags:
-            all_notes = yield from agree(self._notes(specs, algorithm))
+        subject = (algorithm.layout.tensors, self._state_notes(algorithm), self.circumstances, self.order)
+        flags = [self.something_to_say, self._wants_to_talk(algorithm)]
+        head = [1, *flags, *fingerprint(subject, world_size)]
+        first = kernels.numbers(head, arrays[0], dtype)
+        answer = yield Allreduce(
+            kernels.join([first, kernels.numbers([0] * size, first, dtype) if request is None else request])
+        )
+        present, urgent, other, *fingerprints = answer[: len(head)].tolist()
+        answer = answer[len(head) :]
+        agreed = all_the_same(fingerprints, round(present), world_size)
+        if present < world_size - 0.5:
+            if urgent or not agreed:
+                check_present(present, world_size, "the others have to compare notes, for a first step or an error")
+            self._leads = True
+            answer = self._without_joined(algorithm, answer, present / world_size)
+        elif urgent or other or not agreed:
+            notes = {**self._notes(specs, algorithm), "leads": self._leads, "begun": request is not None}
+            all_notes = yield from agree(notes)
+            if not agreed and not urgent and not any(n["leads"] for n in all_notes):
+                raise RuntimeError(
+                    "the ranks disagree: they reduce their models in another order. Run the same program on all ranks"
+                )
             if self.algorithm is algorithm:
-                self.something_to_say = False
+                self.something_to_say = self._leads = False
                 self._loaded = None
                 self._heed(all_notes)
             answer = yield next(method_step) if request is None else Allreduce(request)
-        else:
-            answer = answer[2:]
         update: Update | None = yield from continued(method_step, answer)
-        self.stats = self._make_stats(algorithm, update)
+        self.stats = self._make_stats(algorithm, update, joined=present < world_size - 0.5)
         return update
 
     def _begin(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
@@ -164,10 +222,31 @@ class Exchange:
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 self.note(f"the loaded state does not fit: {error}")
 
+    def _extend(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
+        """More tensors are trained from now on; whether on all ranks, is for all to see."""
+        state = self.state()
+        if state.get("residual"):
+            new = {spec.name: 0 * array.reshape(spec.shape) for spec, array in zip(layout.tensors, arrays, strict=True)}
+            state["residual"] = {**new, **state["residual"]}
+        self._loaded = state
+        self.something_to_say = True
+        self._begin(layout, arrays)
+
+    def _wants_to_talk(self, algorithm: Any) -> bool:
+        """Whether there is something to say that can wait until all ranks are there."""
+        return self._leads or self._verifies(algorithm)
+
+    def _verifies(self, algorithm: Any) -> bool:
+        every = self.settings["verify_every"]
+        return every is not None and algorithm.t > 0 and algorithm.t % every == 0
+
     def _notes(self, specs: Sequence[TensorSpec], algorithm: Any) -> Notes:
         settings = {**self.settings, **self.circumstances}
         notes = {"problem": self.problem, "method": self.method, "settings": settings, "tensors": specs}
-        return {**notes, **self._state_notes(algorithm)} if algorithm else notes
+        if not algorithm:
+            return notes
+        digests = self.digests() if self.digests and self._verifies(algorithm) else None
+        return {**notes, **self._state_notes(algorithm), "parameters": digests}
 
     def _state_notes(self, algorithm: Any) -> Notes:
         """What the ranks have to agree on once there is a state."""
@@ -178,8 +257,26 @@ class Exchange:
     def _make_algorithm(self, layout: FlatLayout) -> Any:
         raise NotImplementedError
 
-    def _make_stats(self, algorithm: Any, update: Update | None) -> StepStats:
-        """Figures of a step; those of a method that selects no elements."""
+    def _prepare(self, algorithm: Any) -> None:
+        """Called before each step, and once more if another rank's step was taken over."""
+
+    def _units(
+        self, specs: Sequence[TensorSpec], rates: Mapping[TensorSpec, float] | None, loss_scale: float
+    ) -> dict[str, Any]:
+        """What the method's step needs to know of the gradients' units."""
+        return {}
+
+    def _without_joined(self, algorithm: Any, answer: Array, share: float) -> Array:
+        """The answer to the method's first request, where only a `share` of the ranks takes part in this step."""
+        algorithm.dense = True
+        return answer
+
+    def _make_stats(self, algorithm: Any, update: Update | None, joined: bool) -> StepStats:
+        """Figures of a step; those of a method that selects no elements.
+
+        Args:
+            joined: some ranks have called `hvd.join()`.
+        """
         return StepStats(
             step=algorithm.t,
             numel=algorithm.layout.numel,
@@ -199,7 +296,17 @@ class Exchange:
         """Undo `_save`, next to the gradients `arrays`; raise ValueError if the state does not fit."""
 
     def _heed(self, all_notes: list[Notes]) -> None:
-        """Act on the notes of all ranks, which agree."""
+        """Act on the notes of all ranks, which agree, or have a leader."""
+        leader = next((notes for notes in all_notes if notes["leads"]), None)
+        if leader:
+            self._take_over(leader)
+            # What some ranks have begun, they have begun in a state of their own; a dense step does not mind.
+            self.algorithm.dense = any(notes["begun"] for notes in all_notes)
+
+    def _take_over(self, notes: Notes) -> None:
+        """Let the state be that of another rank, as its notes tell."""
+        self.algorithm.t = notes["step"]
+        self._prepare(self.algorithm)
 
 
 def continued(step: Step[Any], answer: Array) -> Step[Any]:
@@ -215,21 +322,74 @@ def continued(step: Step[Any], answer: Array) -> Step[Any]:
 class ResidualExchange(Exchange):
     """A method that selects elements, and keeps the others back in a residual.
 
+    Args:
+        density_schedule: the density of each step; None: that of the settings.
+
     Raises:
-        SettingError: follow_learning_rate is none of True, False and None, which leaves it to the front end.
+        SettingError: density or density_schedule are none, or follow_learning_rate is none of True, False and None,
+            which leaves it to the front end.
     """
 
-    def __init__(self, follow_learning_rate: bool | None, **settings: Any) -> None:
+    def __init__(
+        self,
+        density: float,
+        density_schedule: DensitySchedule,
+        follow_learning_rate: bool | None,
+        verify_every: int | None,
+        **settings: Any,
+    ) -> None:
+        check_density(density)
+        check_schedule(density_schedule)
         if not isinstance(follow_learning_rate, bool | None):
             raise SettingError(
                 "follow_learning_rate", follow_learning_rate, "True, False, or None (with SGD without momentum)"
             )
-        super().__init__(follow_learning_rate=follow_learning_rate, **settings)
+        self._schedule = density_schedule
+        # Functions cannot be compared; what they return is, in every step.
+        schedule = repr(density_schedule) if isinstance(density_schedule, WarmUp | None) else "a function"
+        settings = {"density": float(density), "density_schedule": schedule, **settings}
+        super().__init__(verify_every, follow_learning_rate=follow_learning_rate, **settings)
 
-    def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None) -> StepStats:
+    def reset(self) -> None:
+        super().reset()
+        self._flush = False
+
+    def flush(self) -> None:
+        """Make the next step send everything that is held back, on all ranks; one of them may ask for all."""
+        self._flush = True
+
+    def _wants_to_talk(self, algorithm: MiCRO | TopK) -> bool:
+        return self._flush or super()._wants_to_talk(algorithm)
+
+    def _prepare(self, algorithm: MiCRO | TopK) -> None:
+        try:
+            density = density_of(self._schedule, algorithm.t, self.settings["density"])
+            check_density(density)
+        except Exception as error:  # a function of the user's
+            self.note(f"density_schedule, for step {algorithm.t}: {error or repr(error)}")
+        else:
+            algorithm.density = float(density)
+
+    def _units(
+        self, specs: Sequence[TensorSpec], rates: Mapping[TensorSpec, float] | None, loss_scale: float
+    ) -> dict[str, Any]:
+        return {"rates": rates and [rates[spec] for spec in specs], "loss_scale": loss_scale}
+
+    def _state_notes(self, algorithm: MiCRO | TopK) -> Notes:
+        return {**super()._state_notes(algorithm), "density": algorithm.density}
+
+    def _notes(self, specs: Sequence[TensorSpec], algorithm: Any) -> Notes:
+        return {**super()._notes(specs, algorithm), "flush": self._flush}
+
+    def _heed(self, all_notes: list[Notes]) -> None:
+        super()._heed(all_notes)
+        self.algorithm.dense |= any(notes["flush"] for notes in all_notes)
+        self._flush = False
+
+    def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None, joined: bool) -> StepStats:
         numel = algorithm.layout.numel
         selected = 0 if update is None else numel if update.indices is None else len(update.indices)
-        stats = super()._make_stats(algorithm, update)
+        stats = super()._make_stats(algorithm, update, joined)
         return stats._replace(
             target_density=algorithm.density,
             density=selected / max(numel, 1),
@@ -276,25 +436,23 @@ class MiCROExchange(ResidualExchange):
     method = "micro"
 
     def __init__(
-        self, density: float, threshold: str, value_dtype: str | None, follow_learning_rate: bool | None = None
+        self,
+        density: float,
+        threshold: str,
+        value_dtype: str | None,
+        follow_learning_rate: bool | None = None,
+        density_schedule: DensitySchedule = None,
+        verify_every: int | None = None,
     ) -> None:
         micro.check_settings(density, threshold, value_dtype)
-        super().__init__(follow_learning_rate, density=float(density), threshold=threshold, value_dtype=value_dtype)
-
-    def reset(self) -> None:
-        super().reset()
-        self._flush = False
-
-    def flush(self) -> None:
-        """Make the next step send everything that is held back, on all ranks; one of them may ask for all."""
-        self._flush = True
-        self.something_to_say = True
+        common = density, density_schedule, follow_learning_rate, verify_every
+        super().__init__(*common, threshold=threshold, value_dtype=value_dtype)
 
     def _make_algorithm(self, layout: FlatLayout) -> MiCRO:
         return MiCRO(layout, *(self.settings[name] for name in ("density", "threshold", "value_dtype")))
 
-    def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None) -> StepStats:
-        stats = super()._make_stats(algorithm, update)
+    def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None, joined: bool) -> StepStats:
+        stats = super()._make_stats(algorithm, update, joined)
         return stats if update else stats._replace(threshold=self.algorithm.estimator.threshold)
 
     def _save(self) -> dict[str, Any]:
@@ -304,12 +462,12 @@ class MiCROExchange(ResidualExchange):
         self.algorithm.estimator.load(state.get("threshold", {}))
         super()._restore(state, arrays)
 
-    def _state_notes(self, algorithm: MiCRO) -> Notes:
-        return {**super()._state_notes(algorithm), "threshold": algorithm.estimator.state(), "flush": self._flush}
+    def _state_notes(self, algorithm: Any) -> Notes:
+        return {**super()._state_notes(algorithm), "threshold": algorithm.estimator.state()}
 
-    def _heed(self, all_notes: list[Notes]) -> None:
-        self.algorithm.flushing |= any(notes["flush"] for notes in all_notes)
-        self._flush = False
+    def _take_over(self, notes: Notes) -> None:
+        super()._take_over(notes)
+        self.algorithm.estimator.load(notes["threshold"])
 
 
 class A2SGDExchange(Exchange):
@@ -324,19 +482,32 @@ class A2SGDExchange(Exchange):
 
     method = "a2sgd"
 
-    def __init__(self, granularity: str, sync_every: int | None) -> None:
+    def __init__(self, granularity: str, sync_every: int | None, verify_every: int | None = None) -> None:
         a2sgd.check_settings(granularity, sync_every)
-        super().__init__(granularity=granularity, sync_every=None if sync_every is None else int(sync_every))
+        sync_every = None if sync_every is None else int(sync_every)
+        super().__init__(verify_every, granularity=granularity, sync_every=sync_every)
 
         self.averaging_due = False  # not for `reset` to change: other ranks may wait for it
 
     def _make_algorithm(self, layout: FlatLayout) -> A2SGD:
         return A2SGD(layout, self.settings["granularity"])
 
-    def _make_stats(self, algorithm: A2SGD, update: Update | None) -> StepStats:
+    def rejoin(self) -> None:
+        super().rejoin()
+        self.averaging_due = False  # those that are new do not wait for it
+
+    def _without_joined(self, algorithm: A2SGD, answer: Array, share: float) -> Array:
+        return answer / share  # the means of the ranks that are left
+
+    def _heed(self, all_notes: list[Notes]) -> None:
+        super()._heed(all_notes)
+        # Those that were away have missed the averagings, too.
+        self.averaging_due |= self.settings["sync_every"] is not None and any(notes["leads"] for notes in all_notes)
+
+    def _make_stats(self, algorithm: A2SGD, update: Update | None, joined: bool) -> StepStats:
         step, sync_every = algorithm.t, self.settings["sync_every"]
-        self.averaging_due = self.averaging_due or (sync_every is not None and step % sync_every == 0)
-        return super()._make_stats(algorithm, update)
+        self.averaging_due |= sync_every is not None and step % sync_every == 0 and not joined
+        return super()._make_stats(algorithm, update, joined)
 
 
 class TopKExchange(ResidualExchange):
@@ -348,9 +519,14 @@ class TopKExchange(ResidualExchange):
 
     method = "topk"
 
-    def __init__(self, density: float, follow_learning_rate: bool | None = None) -> None:
-        check_density(density)
-        super().__init__(follow_learning_rate, density=float(density))
+    def __init__(
+        self,
+        density: float,
+        follow_learning_rate: bool | None = None,
+        density_schedule: DensitySchedule = None,
+        verify_every: int | None = None,
+    ) -> None:
+        super().__init__(density, density_schedule, follow_learning_rate, verify_every)
 
     def _make_algorithm(self, layout: FlatLayout) -> TopK:
         return TopK(layout, self.settings["density"])
@@ -365,9 +541,9 @@ class QSGDExchange(Exchange):
 
     method = "qsgd"
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int, verify_every: int | None = None) -> None:
         qsgd.check_settings(bits)
-        super().__init__(bits=int(bits))
+        super().__init__(verify_every, bits=int(bits))
 
     def _make_algorithm(self, layout: FlatLayout) -> QSGD:
-        return QSGD(layout, **self.settings)
+        return QSGD(layout, self.settings["bits"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from math import floor, log2
+
+import numpy as np
+
 from horovod_sparse.core.collectives import Allgather, Allreduce, Alltoall, Array
 from horovod_sparse.core.indices import code_dtype, decode, encode
 from horovod_sparse.core.kernels import kernels_for
@@ -53,8 +57,8 @@ class MiCRO:
         )
         self.residual = Residual(layout)
         self.t = 0
-        self.flushing = False
-        """Set on all ranks, it makes the next step send everything, unrounded; that step clears it."""
+        self.dense = False
+        """Set on all ranks, it makes the next step send everything, unrounded, by allreduce; that step clears it."""
 
     @property
     def k(self) -> float:
@@ -73,6 +77,7 @@ class MiCRO:
         world_size: int,
         out: list[Array] | None = None,
         rates: list[float] | None = None,
+        loss_scale: float = 1.0,
     ) -> Step[Update | None]:
         """One step on one rank (MiCRO, algorithm 1).
 
@@ -86,13 +91,14 @@ class MiCRO:
             out: memory for as many elements, in the layout's dtype, which is the step's from now on; it may be that of
                 `gradient`. None: new memory; `gradient` is not modified.
             rates: the learning rate of each tensor, for what is held back to follow: see `Residual`. None: it does not.
+            loss_scale: by what the loss was multiplied: `gradient` is so many times too large, and so is the update.
 
         Returns:
             The mean update, the same on all ranks; None if the gradient of some rank was not finite.
         """
         kernels = kernels_for(gradient[0])
         layout, k = self.layout, self.k
-        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates)
+        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates, loss_scale)
 
         # Is acc_i finite on all ranks, and how many elements reach the magnitudes that the estimator asks for?
         owned = owned_partition(layout.numel, world_size, rank, self.t)
@@ -109,7 +115,7 @@ class MiCRO:
         if not kernels.all_finite(counts):
             return None
 
-        everything = self.density == 1 or self.flushing
+        everything = self.density == 1 or self.dense
         threshold = 0.0
         if not everything:
             threshold = yield from self.estimator.estimate(magnitudes, counts[1:], k, count)
@@ -124,15 +130,15 @@ class MiCRO:
             self.estimator.observe(len(indices), k)
         values = kernels.take(acc, indices)  # residual_i = acc_i, set to 0 at all selected indices
         try:
-            value_dtype = None if self.flushing else self.value_dtype
-            summed, rounding = yield from sum_rounded(values, value_dtype, rank, world_size)
+            value_dtype = None if self.dense else self.value_dtype
+            summed, rounding = yield from sum_rounded(values, value_dtype, rank, world_size, threshold)
         except BaseException:
             kernels.put(acc, indices, values)
             raise
         if rounding is not None:
             kernels.put(acc, indices, rounding)
-        kernels.write_sparse(update, indices, summed / world_size)
-        self.flushing = False
+        kernels.write_sparse(update, indices, summed / (world_size / loss_scale))
+        self.dense = False
         return Update(kernels.split(update, layout), indices, threshold)
 
     @property
@@ -144,9 +150,12 @@ class MiCRO:
         return code_dtype(self.density)
 
 
-def sum_rounded(values: Array, dtype: str | None, rank: int, world_size: int) -> Step[tuple[Array, Array | None]]:
+def sum_rounded(
+    values: Array, dtype: str | None, rank: int, world_size: int, threshold: float
+) -> Step[tuple[Array, Array | None]]:
     """The sum of `values` over the ranks, sent as `dtype`, and what this rank has rounded off; None if nothing.
 
+    float16 spans few magnitudes, so values are sent in units of about 256 times `threshold`, which all ranks know.
     Horovod adds no bfloat16: each rank adds up a part of the values, which costs as many bytes as Horovod's allreduce.
     """
     kernels = kernels_for(values)
@@ -154,9 +163,11 @@ def sum_rounded(values: Array, dtype: str | None, rank: int, world_size: int) ->
     if dtype is None:
         return (yield Allreduce(values)), None
     if dtype == "float16":
-        sent = kernels.round_to(values, dtype, world_size)
+        tells = threshold > np.finfo(own_dtype).tiny  # else all that is not 0 is sent
+        unit = 2.0 ** (floor(log2(threshold)) + 8) if tells else 1.0
+        sent = kernels.round_to(values, dtype, world_size, unit)
         summed = yield Allreduce(sent)
-        return kernels.cast(summed, own_dtype), values - kernels.cast(sent, own_dtype)
+        return kernels.cast(summed, own_dtype) * unit, values - kernels.cast(sent, own_dtype) * unit
 
     def sent_as(values: Array) -> tuple[Array, Array]:
         bits = kernels.to_bfloat16(values)

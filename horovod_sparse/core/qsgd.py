@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from zlib import crc32
 
 import numpy as np
@@ -39,6 +40,8 @@ class QSGD:
         self.bits = bits
         self.bucket_size = bucket_size
         self.t = 0
+        self.dense = False
+        """Set on all ranks, it makes the next step send everything, unrounded, by allreduce; that step clears it."""
         self._seed = crc32(repr(layout.tensors).encode())  # other models, other random numbers
 
     @property
@@ -72,6 +75,11 @@ class QSGD:
         self.t += 1
         if not kernels.all_finite(flag):
             return None
+        if self.dense:
+            summed = yield Allreduce(kernels.join(kernels.split(vector, self.layout)))
+            self.dense = False
+            mean = summed / world_size
+            return Update([mean[start:stop] for start, stop in pairwise(self.layout.offsets)])
         messages = (yield Allgather(message)).reshape(world_size, -1)
         out = out or kernels.empty_like(vector)
         mean = kernels.dequantised_mean(messages, self.bits, self.bucket_size, out, self.layout)

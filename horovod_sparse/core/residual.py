@@ -1,4 +1,4 @@
-"""What a rank holds back of its gradients: error feedback, in the units of the learning rate of the day."""
+"""What a rank holds back of its gradients: error feedback, in units that outlast loss scales and learning rates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Residual:
 
     The optimizer multiplies what is sent by the learning rate of the day. What was held back under another one is
     multiplied by the ratio of the two, so that it has the effect that it would have had at once: acc_i = e_i + eta g_i
-    in the papers, divided by eta.
+    in the papers, divided by eta. The gradient of a step with the learning rate 0 has none, and is left out.
+
+    Where the loss is scaled, the gradients are too. They are divided by that scale as they come in, and what is sent is
+    multiplied by it: so what is held back has the units of a loss that is not scaled, whatever the scale of the day.
 
     Attributes:
         vector: a flat vector of d elements; None before the first step.
@@ -34,7 +37,11 @@ class Residual:
         self.rates: NDArray[np.float64] = np.zeros(len(layout.tensors))
 
     def accumulated(
-        self, gradient: Sequence[Array], out: Sequence[Array] | None, rates: Sequence[float] | None
+        self,
+        gradient: Sequence[Array],
+        out: Sequence[Array] | None,
+        rates: Sequence[float] | None,
+        loss_scale: float,
     ) -> tuple[Array, Array]:
         """acc_i, in the memory of `out` or in new one, and NaN unless it is finite; the residual stays as it is."""
         kernels = kernels_for(gradient[0])
@@ -43,8 +50,9 @@ class Residual:
         vector = kernels.flat_vector(gradient, self._layout.dtype)
         new = self._new(rates)
         scales = np.divide(self.rates, new, out=np.ones_like(new), where=(self.rates > 0) & (new > 0))
+        weights = np.ones_like(new) if rates is None else np.divide(rates, new, out=np.zeros_like(new), where=new > 0)
         result: tuple[Array, Array] = kernels.accumulate(
-            self.vector, vector, out or kernels.empty_like(vector), scales, self._layout
+            self.vector, vector, out or kernels.empty_like(vector), weights / loss_scale, scales, self._layout
         )
         return result
 

@@ -34,6 +34,8 @@ class TopK:
         self.density = density
         self.residual = Residual(layout)
         self.t = 0
+        self.dense = False
+        """Set on all ranks, it makes the next step send everything, by allreduce; that step clears it."""
 
     @property
     def k(self) -> int:
@@ -52,6 +54,7 @@ class TopK:
         world_size: int,
         out: list[Array] | None = None,
         rates: list[float] | None = None,
+        loss_scale: float = 1.0,
     ) -> Step[Update | None]:
         """One step on one rank.
 
@@ -65,13 +68,14 @@ class TopK:
             out: memory for as many elements, in the layout's dtype, which is the step's from now on; it may be that of
                 `gradient`. None: new memory; `gradient` is not modified.
             rates: the learning rate of each tensor, for what is held back to follow: see `Residual`. None: it does not.
+            loss_scale: by what the loss was multiplied: `gradient` is so many times too large, and so is the update.
 
         Returns:
             The mean update, the same on all ranks; None if the gradient of some rank was not finite.
         """
         kernels = kernels_for(gradient[0])
         layout, k = self.layout, self.k
-        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates)
+        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates, loss_scale)
         flag = yield Allreduce(kernels.numbers([nan_unless_finite], gradient[0], FLAG_DTYPE))
         self.t += 1
         if not kernels.all_finite(flag):
@@ -80,13 +84,20 @@ class TopK:
         update = self.residual.replace(acc, rates)
         index_dtype = "int32" if layout.numel < 2**31 else "int64"
         codes = code_dtype(self.density)
-        own, threshold = kernels.top_k(acc, k, index_dtype)
+        own, threshold = (None, 0.0) if self.dense else kernels.top_k(acc, k, index_dtype)
         values = kernels.take(acc, own)
         try:
-            messages = yield Allgather(kernels.join([encode(own, 0, codes), kernels.bytes_of(values)]))
+            if own is None:
+                summed = yield Allreduce(values)
+            else:
+                messages = yield Allgather(kernels.join([encode(own, 0, codes), kernels.bytes_of(values)]))
         except BaseException:
             kernels.put(acc, own, values)
             raise
+        if own is None:
+            self.dense = False
+            kernels.write_sparse(update, None, summed / (world_size / loss_scale))
+            return Update(kernels.split(update, layout), None, threshold)
         all_indices, all_values = [], []
         begin = 0
         for _ in range(world_size):
@@ -96,5 +107,5 @@ class TopK:
             all_values.append(kernels.bytes_as(messages[middle:end], layout.dtype))
             begin = end
         indices, summed = kernels.sum_by_index(all_indices, all_values)
-        kernels.write_sparse(update, indices, summed / world_size)
+        kernels.write_sparse(update, indices, summed / (world_size / loss_scale))
         return Update(kernels.split(update, layout), indices, threshold)

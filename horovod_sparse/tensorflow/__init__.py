@@ -11,7 +11,8 @@ or import this module as `hvd`, for the whole model at once, and for the variabl
 optimizers, callbacks and models there is `horovod_sparse.tensorflow.keras`.
 """
 
-from horovod_sparse.core import StepStats
+from horovod_sparse.core import StepStats, WarmUp
+from horovod_sparse.tensorflow import elastic
 from horovod_sparse.tensorflow._horovod import hvd as _hvd
 from horovod_sparse.tensorflow.compressor import (
     A2SGDCompressor,
@@ -46,6 +47,8 @@ __all__ = [
     "QSGDCompressor",
     "StepStats",
     "TopKCompressor",
+    "WarmUp",
     "broadcast_variables",
+    "elastic",
     "get_compressor",
 ]

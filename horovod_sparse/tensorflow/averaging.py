@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.core.exchange import check_present
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import PREFIX, hvd
 from horovod_sparse.tensorflow.graphs import in_program_order
 
 
@@ -18,7 +18,7 @@ def average(
     process_set: Any,
     done: Callable[..., None],
     inputs: Sequence[Any] = (),
-    name: str = "horovod_sparse",
+    name: str = PREFIX,
 ) -> Any:
     """Give each variable its mean over the ranks, which is then bitwise the same on all of them.
 
@@ -42,7 +42,7 @@ def average(
     present = hvd.allreduce(one, op=hvd.Sum, name=f"{name}.present", **options)
 
     def check(present: Any) -> Any:
-        check_present(float(present[0]), process_set.size())
+        check_present(float(present[0]), process_set.size(), "the others are to average the parameters")
         return np.float32(0)
 
     assignments = []

@@ -2,8 +2,9 @@
 
 Horovod 0.28.1 calls `compress` from `allreduce(tensor, ...)` and from `grouped_allreduce(tensors, ...)`. Their local
 variables tell how it will reduce the tensor. Where a tape or an optimizer asked for it, a caller further up is
-`allreduce_grads(grads, vars, ...)`, which tells whose gradient it is. TensorFlow may have converted these functions,
-and then calls them tf__allreduce, and so on. This is the only place that relies on these names.
+`allreduce_grads(grads, vars, ...)`, which tells whose gradient it is; and for a tape, `gradient(target, ...)`, which
+tells of what. TensorFlow may have converted these functions, and then calls them tf__allreduce, and so on. This is the
+only place that relies on these names.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from horovod_sparse.tensorflow.loss_scale import scale_of
+
 # Horovod's functions, each with an argument that tells it from a function of the user's with the same name.
 ARGUMENTS = {
     "allreduce": "postscale_factor",
     "grouped_allreduce": "postscale_factor",
     "allreduce_grads": "use_generic_names",
+    "gradient": "output_gradients",
 }
 
 
@@ -40,6 +44,8 @@ class Call(NamedTuple):
     """Where the user called Horovod, and with what kind of tensors."""
     learning_rate: Any = None
     """A scalar tensor, if what is held back is to follow it."""
+    loss_scale: Any = None
+    """A scalar tensor, if the loss was multiplied by it."""
     graph: Any = None
     """The graph in which Horovod reduces all gradients of a model, one after the other; None if it does not."""
 
@@ -69,10 +75,12 @@ def find_call(tensor: Any) -> Call:
     graph = None
     if gradients:
         graph = next((getattr(g, "graph", None) for g in gradients["grads"] if tf.is_tensor(g)), None)
+    target = next((f.f_locals.get("target") for f, function in frames if function == "gradient"), None)
     graph_name = "" if tf.is_tensor(tensor) and hasattr(tensor, "numpy") else tensor.name
     place = f"{_place(allreduce)} {graph_name} {[(t.shape, t.dtype) for t in tensors]}"
     factor = how["prescale_factor"] * how["postscale_factor"]
-    return Call(tensors, variables, how["op"], how["process_set"], factor, how["name"], place, graph=graph)
+    where = {"place": place, "loss_scale": scale_of(target), "graph": graph}
+    return Call(tensors, variables, how["op"], how["process_set"], factor, how["name"], **where)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -14,6 +14,7 @@ exchanges in the same order. A graph that differs between ranks breaks that: see
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import posixpath
@@ -21,12 +22,15 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from horovod_sparse import _elastic
 from horovod_sparse._compressor import (
     A2SGDSettings,
     MiCROSettings,
@@ -36,6 +40,7 @@ from horovod_sparse._compressor import (
     on_class_or_instance,
 )
 from horovod_sparse.core import StepStats, TensorSpec
+from horovod_sparse.core.checkpoint import checked
 from horovod_sparse.core.collectives import Array
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange
 from horovod_sparse.core.step import Step
@@ -89,6 +94,8 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._mortal: set[Any] = set()  # the slots' keys that are forgotten with their variables
         self.last: Reduction | None = None  # the last one that ran
         self._group: list[tuple[Any, Any]] = []
+        self.commit()
+        _elastic.followers.add(self)
 
     # The public surface
 
@@ -148,23 +155,37 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 state["residual"] = {name: np.array(part) for name, part in state["residual"].items()}
         return states[0] if len(states) == 1 else {"method": self._make_exchange().method, "exchanges": states}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict()` returned on the same rank; to be called on all ranks.
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a state that `state_dict()` returned; to be called on all ranks.
 
         The next step finds out whether it fits the model: if it does not, all ranks raise the same error.
 
+        Args:
+            state: what this rank saved. That of another rank will do, but then what was held back here is lost. After
+                training with another number of ranks: a list of the states that all of them saved, the same on all
+                ranks, which keeps the sum of all that was held back.
+
         Raises:
-            ValueError: `state` was not saved by a compressor of this method.
+            ValueError: it was not saved by a compressor of this method, or the list is not complete.
         """
-        self._make_exchange().load(state)  # whether it is of this method
-        states = state.get("exchanges", [state])
-        loaded = [self._make_exchange() for _ in states]
-        for exchange, part in zip(loaded, states, strict=True):
-            exchange.load(part)
+        place = self._process_set.rank(), self._process_set.size()
+        given = checked(state, self._make_exchange().method)
+        parts = [part.get("exchanges", [part]) for part in given]  # of several sets of tensors
+        if len({len(of_rank) for of_rank in parts}) != 1:
+            raise ValueError("load_state_dict: the states are not of the same model")
+        loaded = []
+        for of_ranks in zip(*parts, strict=True):
+            loaded.append(self._make_exchange())
+            loaded[-1].load(of_ranks[0] if isinstance(state, Mapping) else of_ranks, *place)
+        self._take(loaded)
+
+    def _take(self, loaded: list[Exchange]) -> None:
+        """Go on with these, in the order in which the sets of tensors have come, or will come."""
         self.reset()
-        for slot in self.slots.values():
+        for key, slot in self.slots.items():
             if loaded:
                 slot.exchange = loaded.pop(0)
+                slot.exchange.digests = partial(self._digests, key)
         self._waiting = loaded
 
     def reset(self) -> None:
@@ -172,6 +193,24 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._waiting = []
         for exchange in self._exchanges():
             exchange.reset()
+
+    # What an elastic state has us do: see `_elastic`
+
+    def commit(self) -> None:
+        self._committed = [copy.deepcopy(exchange.state()) for exchange in self._exchanges()]
+        for state in self._committed:
+            state.pop("rank", None)  # which may be another one after a reset
+
+    def restore(self) -> None:
+        exchanges = [self._make_exchange() for _ in self._committed]
+        for exchange, state in zip(exchanges, self._committed, strict=True):
+            exchange.load(state, 0, 1)
+        self._take(exchanges)
+
+    def rejoin(self) -> None:
+        self._met.clear()
+        for slot in self.slots.values():
+            slot.rejoin()
 
     # For what puts us to work
 
@@ -182,15 +221,18 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         op: Any,
         process_set: Any,
         learning_rate: Any = None,
+        loss_scale: Any = None,
     ) -> list[Any]:
         """Reduce the dense gradients of a model's variables, the whole model in one.
 
-        What is held back follows `learning_rate`, a scalar tensor, unless that is None.
+        What is held back follows `learning_rate`, a scalar tensor, unless that is None. The loss was multiplied by
+        `loss_scale`, unless that is None.
 
         Raises:
             ValueError: the gradients cannot be reduced in this way, or here.
         """
-        return self._reduce(Call(gradients, variables, op, process_set, learning_rate=learning_rate))
+        units = {"learning_rate": learning_rate, "loss_scale": loss_scale}
+        return self._reduce(Call(gradients, variables, op, process_set, **units))
 
     def average_if_due(self, variables: Sequence[Any]) -> None:
         """Once a step has been applied: average its variables over the ranks, if the method wants that now."""
@@ -199,6 +241,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         """The state of a set of tensors."""
         if (key, specs) not in self.slots:
             exchange = self._waiting.pop(0) if self._waiting else self._make_exchange()
+            exchange.digests = partial(self._digests, (key, specs))
             self.slots[key, specs] = Slot(exchange, specs, process_set)
         return self.slots[key, specs]
 
@@ -207,17 +250,28 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         slot: Slot,
         gradient: dict[TensorSpec, Array],
         out: dict[TensorSpec, Array],
-        rates: dict[TensorSpec, float] | None,
+        units: Mapping[str, Any],
         how: dict[str, Any],
         process_set: Any,
     ) -> Step[Any]:
         """One step of a set of tensors. Before the first of all, the ranks compare notes."""
         meet = process_set not in self._met
-        update = yield from slot.step(gradient, out, rates, how, meet, process_set.rank(), process_set.size())
+        update = yield from slot.step(gradient, out, units, how, meet, process_set.rank(), process_set.size())
         self._met.add(process_set)
         return update
 
     # How it is done
+
+    def _digests(self, key: Any) -> dict[str, int]:
+        """Digests of the variables of a slot, by the names in its layout."""
+        digests = {}
+        for trained in self._trained.values():
+            if trained.slot == key:
+                for spec, variable in zip(key[1], trained.variables, strict=True):
+                    value = variable()
+                    if value is not None:
+                        digests[spec.name] = crc32(np.ascontiguousarray(value.numpy()).data.cast("B"))
+        return digests
 
     def _exchanges(self) -> list[Exchange]:
         return [slot.exchange for slot in self.slots.values()] + self._waiting
@@ -270,7 +324,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 raise ValueError(f"{spec}: {method} compresses {', '.join(FLOATING)}")
         self._process_set = call.process_set
         alone = not call.process_set.included() or call.process_set.size() == 1
-        if not specs or (alone and not _elastic()):
+        if not specs or (alone and not _elastic_job() and not self._waiting):
             return [tensor if call.factor == 1 else tensor * call.factor for tensor in call.tensors]
         kind = (specs, call.process_set, call.op, call.factor)
         if kind not in self._reductions:
@@ -288,7 +342,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             self._trained[tuple(map(id, variables))] = trained
             first = self._before_reduction(trained, key, variables)
         with tf.control_dependencies([] if first is None else [first]):
-            return reduction(key, call.tensors, call.learning_rate)
+            return reduction(key, call.tensors, call.learning_rate, call.loss_scale)
 
     def _warn_of_no_name(self, place: str) -> None:
         """Called where a tensor is told from others only by the place that reduces it."""
@@ -353,6 +407,9 @@ class QSGDCompressor(QSGDSettings, SparseCompressor):
 class A2SGDCompressor(A2SGDSettings, SparseCompressor):
     __doc__ = A2SGDSettings.__doc__
 
+    def _digests(self, key: Any) -> dict[str, int]:
+        return {}  # the replicas differ, by design
+
     @property
     def averaging_due(self) -> bool:
         """Whether the last step was one of each `sync_every`, and the parameters have not been averaged since."""
@@ -371,7 +428,7 @@ class A2SGDCompressor(A2SGDSettings, SparseCompressor):
         every = list(self._trained.values())
         if variables is None:
             if not every or len(every) < len(self.slots):
-                if not _elastic() and hvd.size() == 1:
+                if not _elastic_job() and hvd.size() == 1:
                     return
                 raise RuntimeError(
                     "synchronize_parameters() does not know all parameters: call it after the first step, or as "
@@ -421,7 +478,7 @@ def working(compression: Any) -> Any:
     return compression
 
 
-def _elastic() -> bool:
+def _elastic_job() -> bool:
     return os.environ.get("HOROVOD_ELASTIC", "0") != "0"
 
 

@@ -67,6 +67,7 @@ class Reducer:
         local: Collection[int] = (),
         generic: bool = False,
         learning_rate: Any = None,
+        loss_scale: Any = None,
     ) -> list[Any]:
         """The reduced gradients; None stays None.
 
@@ -75,6 +76,7 @@ class Reducer:
             local: the `id` of those variables that each rank keeps to itself.
             generic: name Horovod's operations by position alone.
             learning_rate: a scalar tensor, if what is held back is to follow it.
+            loss_scale: a scalar tensor, if the loss was multiplied by it.
         """
         reduced = list(gradients)
         ours: list[int] = []
@@ -92,7 +94,7 @@ class Reducer:
                 reduced[i] = gradient
         if ours:
             chosen = [reduced[i] for i in ours], [variables[i] for i in ours]
-            results = self.compression.reduce(*chosen, self._op, self.process_set, learning_rate)
+            results = self.compression.reduce(*chosen, self._op, self.process_set, learning_rate, loss_scale)
             for i, gradient in zip(ours, results, strict=True):
                 reduced[i] = gradient
         return reduced

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
-from math import log2
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.core import FlatLayout, TensorSpec
-from horovod_sparse.core.collectives import Allreduce, Array
-from horovod_sparse.core.exchange import A2SGDExchange, Exchange, continued
+from horovod_sparse.core.collectives import Array
+from horovod_sparse.core.exchange import A2SGDExchange, Exchange
 from horovod_sparse.core.step import Step, Update
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import PREFIX, hvd
 from horovod_sparse.tensorflow.averaging import average
 from horovod_sparse.tensorflow.collectives import InGraph
 from horovod_sparse.tensorflow.graphs import in_program_order, is_for_session, keep_while_traced_graphs_live, weakly
@@ -24,29 +23,10 @@ from horovod_sparse.tensorflow.memory import ResultMemory
 if TYPE_CHECKING:
     from horovod_sparse.tensorflow.compressor import SparseCompressor
 
+NO_RATE = -1.0
+
 # How many slots with these specs, in a process set, have taken a step: the same on all ranks, even after errors.
 _slots: Counter[Any] = Counter()
-
-IDENTITY_BITS = 16
-
-
-def _bits_a_number(world_size: int) -> int:
-    """As many digits of base world_size + 1 as a float32 holds: a digit can then count the ranks that set a bit."""
-    return int(24 / log2(world_size + 1))
-
-
-def _pack(bits: Sequence[int], world_size: int) -> list[int]:
-    """Bits in a few numbers whose sums over the ranks tell, for each bit, how many ranks have it."""
-    size, base = _bits_a_number(world_size), world_size + 1
-    return [
-        sum(bit * base**i for i, bit in enumerate(bits[start : start + size])) for start in range(0, len(bits), size)
-    ]
-
-
-def _unpack(totals: Sequence[float], world_size: int) -> list[int]:
-    """How many ranks have each bit; with zeros at the end."""
-    size, base = _bits_a_number(world_size), world_size + 1
-    return [round(total) // base**i % base for total in totals for i in range(size)]
 
 
 class Slot:
@@ -59,19 +39,19 @@ class Slot:
     def __init__(self, exchange: Exchange, specs: Sequence[TensorSpec], process_set: Any) -> None:
         self.exchange = exchange
         self._kind = (process_set.process_set_id, tuple(sorted(specs)))
-        self._how: dict[str, Any] = {}
         self._order: int | None = None  # among the slots of this kind, once it has taken a step
 
-    def _identity(self) -> list[int]:
-        """Bits that are different, in all likelihood, for different tensors."""
-        order = _slots[self._kind] if self._order is None else self._order
-        return [(crc32(repr((self._kind, order, self._how)).encode()) >> i) & 1 for i in range(IDENTITY_BITS)]
+    def rejoin(self) -> None:
+        """Horovod was shut down, and has begun anew, maybe with other ranks."""
+        self._order = None
+        _slots.clear()
+        self.exchange.rejoin()
 
     def step(
         self,
         gradient: dict[TensorSpec, Array],
         out: dict[TensorSpec, Array],
-        rates: dict[TensorSpec, float] | None,
+        units: Mapping[str, Any],
         how: dict[str, Any],
         meet: bool,
         rank: int,
@@ -80,32 +60,22 @@ class Slot:
         """One step. In its first round it finds out whether all ranks step the same tensors.
 
         Args:
-            gradient, out, rates, rank, world_size: as for `Exchange.step`.
+            gradient, out, rank, world_size: as for `Exchange.step`; `units` are its other arguments.
             how: what else has to be the same on all ranks.
             meet: compare notes with the other ranks before anything else.
         """
-        self.exchange.circumstances = self._how = how
+        self.exchange.circumstances = how
+        self.exchange.order = _slots[self._kind] if self._order is None else self._order
         try:
             if meet:
                 yield from self.exchange.meet(sorted(gradient))
-            step = self.exchange.step(gradient, rank, world_size, out, rates)
-            request = next(step).array
-            packed = _pack(self._identity(), world_size)
-            answer = yield Allreduce(np.concatenate([np.array(packed, request.dtype), request]))
-            totals, answer = answer[: len(packed)].tolist(), answer[len(packed) :]
-            present = round(float(answer[0]))
-            if any(total not in (0, present) for total in _unpack(totals, world_size)):  # the ranks' bits differ
-                yield from self.exchange.meet(sorted(gradient))
-                raise RuntimeError(
-                    "the ranks disagree: they reduce their models in another order. Run the same program on all ranks"
-                )
-            if self._order is None:
-                self._order = _slots[self._kind]
-                _slots[self._kind] += 1
-            update = yield from continued(step, answer)
+            update = yield from self.exchange.step(gradient, rank, world_size, out, **units)
         except BaseException:  # this step cannot be finished; should there be another one, it begins with a talk
             self.exchange.something_to_say = True
             raise
+        if self._order is None:
+            self._order = self.exchange.order
+            _slots[self._kind] += 1
         return update
 
 
@@ -129,8 +99,9 @@ class Reduction:
         self.process_set = process_set
         self._op = op
         self._factor = factor
-        self._name = "horovod_sparse"
-        if is_for_session():  # which may run the exchanges of several tensors at once
+        self._name = PREFIX
+        # A session may run the exchanges of several tensors at once, threads those of several models.
+        if is_for_session() or threading.current_thread() is not threading.main_thread():
             self._name += "".join(c if c.isalnum() else "_" for c in self._layout.tensors[0].name)
         self._in_graph = InGraph(self._start, self._finish, self._name, process_set)
         self._memory = [ResultMemory(spec.shape, self._layout.dtype) for spec in self._specs]
@@ -138,18 +109,22 @@ class Reduction:
         self.slot: Slot | None = None
         """That of the last run."""
 
-    def __call__(self, key: Any, tensors: Sequence[Any], learning_rate: Any = None) -> list[Any]:
+    def __call__(
+        self, key: Any, tensors: Sequence[Any], learning_rate: Any = None, loss_scale: Any = None
+    ) -> list[Any]:
         """The reduced tensors.
 
         Args:
             key: a string tensor that tells these tensors from others of the same specs.
             tensors: in the order of `specs`.
             learning_rate: a scalar, if what is held back is to follow it.
+            loss_scale: a scalar, if the loss was multiplied by it.
         """
         keep_while_traced_graphs_live(self)
         try:
-            rate = tf.constant(0.0) if learning_rate is None else tf.cast(learning_rate, tf.float32)
-            return self._graph(key, rate, list(tensors))  # type: ignore[no-any-return]
+            rate = tf.constant(NO_RATE) if learning_rate is None else tf.cast(learning_rate, tf.float32)
+            scale = tf.constant(1.0) if loss_scale is None else tf.cast(loss_scale, tf.float32)
+            return self._graph(key, rate, scale, list(tensors))  # type: ignore[no-any-return]
         except tf.errors.OpError:
             if self._in_graph.error:
                 raise self._in_graph.error from None
@@ -179,27 +154,31 @@ class Reduction:
 
     # While a graph is traced
 
-    def _build(self, key: Any, rate: Any, tensors: list[Any]) -> list[Any]:
+    def _build(self, key: Any, rate: Any, scale: Any, tensors: list[Any]) -> list[Any]:
         in_program_order()
         accumulated = [tf.cast(tensor, self._layout.dtype) for tensor in tensors]
         with tf.device("/cpu:0"):
-            results = self._in_graph([key, rate, *accumulated], [self._layout.dtype] * len(tensors))
+            results = self._in_graph([key, rate, scale, *accumulated], [self._layout.dtype] * len(tensors))
         for result, spec in zip(results, self._specs, strict=True):
             result.set_shape(spec.shape)
         return [tf.cast(result, spec.dtype) for result, spec in zip(results, self._specs, strict=True)]
 
     # When it runs
 
-    def _start(self, key: bytes, rate: float, *arrays: Array) -> Step[Any]:
+    def _start(self, key: bytes, rate: float, scale: float, *arrays: Array) -> Step[Any]:
         self.slot = None
         self._out = dict(zip(self._specs, (memory.take() for memory in self._memory), strict=True))
         gradient = {spec: array.reshape(-1) for spec, array in zip(self._specs, arrays, strict=True)}
-        if not self.process_set.included() or self.process_set.size() == 1:
-            return _unchanged(gradient, self._out)
-        self.slot = self._compressor.slot(as_bytes(key), self._specs, self.process_set)
+        if not self.process_set.included():
+            return _alone(gradient, self._out)
+        slot = self._compressor.slot(as_bytes(key), self._specs, self.process_set)
+        if self.process_set.size() == 1:
+            return _alone(gradient, self._out, slot.exchange, float(scale))
+        self.slot = slot
         how = {"op": "Sum" if self._op == hvd.Sum else "Average", "factor": self._factor}
-        rates = dict.fromkeys(self._specs, float(rate)) if rate > 0 else None  # 0 where there is none to follow
-        return self._compressor.step(self.slot, gradient, self._out, rates, how, self.process_set)
+        rates = None if rate == NO_RATE else dict.fromkeys(self._specs, float(rate))
+        units = {"rates": rates, "loss_scale": float(scale)}
+        return self._compressor.step(slot, gradient, self._out, units, how, self.process_set)
 
     def _finish(self, update: Update | None) -> list[Array]:
         """The gradients to apply."""
@@ -247,9 +226,18 @@ def as_bytes(key: Any) -> bytes:
     return key if isinstance(key, bytes) else bytes(np.asarray(key).item())
 
 
-def _unchanged(gradient: dict[TensorSpec, Array], out: dict[TensorSpec, Array]) -> Step[Update]:
-    """A step that needs no other rank."""
+def _alone(
+    gradient: dict[TensorSpec, Array],
+    out: dict[TensorSpec, Array],
+    exchange: Exchange | None = None,
+    scale: float = 1.0,
+) -> Step[Update]:
+    """A step that needs no other rank: the gradient, and what was held back while there were others."""
+    finite = all(np.isfinite(array).all() for array in gradient.values())  # else the step may be skipped
+    residual = exchange.release() if exchange and finite else {}
     for spec, array in gradient.items():
         np.copyto(out[spec], array)
+        if spec.name in residual:
+            out[spec] += scale * np.asarray(residual[spec.name], array.dtype).ravel()
     return Update([out[spec] for spec in sorted(out)])
     yield

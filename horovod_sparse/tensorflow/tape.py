@@ -9,6 +9,7 @@ import tensorflow as tf
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import working
 from horovod_sparse.tensorflow.gradients import Reducer, trainable_weights_of
+from horovod_sparse.tensorflow.loss_scale import scale_of
 
 
 class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
@@ -34,7 +35,9 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         """The reduced gradients; else like `tf.GradientTape.gradient`."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(gradients)
-        flat = self._reducer(flat, tf.nest.flatten(sources), self._local_sources, use_generic_names)
+        flat = self._reducer(
+            flat, tf.nest.flatten(sources), self._local_sources, use_generic_names, loss_scale=scale_of(target)
+        )
         return tf.nest.pack_sequence_as(gradients, flat)
 
     def get_local_and_global_gradients(

@@ -10,7 +10,7 @@ Either take the compressors to stock Horovod:
 or import this module as `hvd`: it offers all of `horovod.torch`, with `Compression` and `DistributedOptimizer` ours.
 """
 
-from horovod_sparse.core import StepStats
+from horovod_sparse.core import StepStats, WarmUp
 from horovod_sparse.torch._horovod import hvd as _hvd
 from horovod_sparse.torch.compressor import (
     A2SGDCompressor,
@@ -41,5 +41,6 @@ __all__ = [
     "QSGDCompressor",
     "StepStats",
     "TopKCompressor",
+    "WarmUp",
     "get_compressor",
 ]

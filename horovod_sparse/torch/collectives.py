@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import torch
 
 from horovod_sparse.core.collectives import Allgather, Allreduce, Alltoall, Array, Collective
-from horovod_sparse.core.exchange import check_present
 from horovod_sparse.core.step import Step
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.gradient import as_array
@@ -27,6 +27,7 @@ class Running:
         self._result: Any = None
         self._error: BaseException | None = None
         self._ended = False
+        self._at_work = threading.Lock()
         _running.append(self)
 
     def result(self) -> Any:
@@ -36,7 +37,11 @@ class Running:
         """
         while not self._ended:
             for running in tuple(_running):
-                running._go_on()
+                if running._at_work.acquire(blocking=False):  # else another thread runs it
+                    try:
+                        running._go_on()
+                    finally:
+                        running._at_work.release()
             if not self._ended:
                 # Horovod's own wait spins, which takes the core from the threads that it waits for where there are no
                 # more cores than ranks.
@@ -44,6 +49,11 @@ class Running:
         if self._error:
             raise self._error
         return self._result
+
+    def forget(self) -> None:
+        """Horovod has shut down: no collective under way will end."""
+        if not self._ended:
+            self._end(None, None)
 
     def give_up(self, seconds: float) -> None:
         """Wait for the collective under way, whose result nobody wants any more.
@@ -67,7 +77,7 @@ class Running:
     def _go_on(self) -> None:
         """Run the step as far as it goes without waiting."""
         try:
-            while hvd.poll(self._handle):
+            while not self._ended and hvd.poll(self._handle):
                 request = self._step.send(self._collectives.answer(self._handle))
                 self._handle = self._collectives.start(request, type(request).__name__.lower())
         except StopIteration as stop:
@@ -132,14 +142,12 @@ class Collectives:
         result = hvd.synchronize(handle)
         return as_array(result[0] if isinstance(result, tuple) else result)  # alltoall's comes with the sizes received
 
-    def average_(self, tensors: list[torch.Tensor]) -> None:
-        """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them.
+    def present(self) -> int:
+        """How many ranks have not called `hvd.join()`; to be called on all of them."""
+        return round(float(self.answer(self.start(Allreduce(np.ones(1, np.float32)), "present"))[0]))
 
-        Raises:
-            RuntimeError: some ranks have called `hvd.join()`.
-        """
-        present = self.answer(self.start(Allreduce(np.ones(1, np.float32)), "present"))
-        check_present(float(present[0]), self.world_size)
+    def average_(self, tensors: list[torch.Tensor]) -> None:
+        """Overwrite each tensor with its mean over the ranks, which is then bitwise the same on all of them."""
         # Horovod's PyTorch operations take contiguous tensors and know no bfloat16; 16 bits are few for a sum anyway.
         wide = [(t.float() if t.element_size() < 4 else t).contiguous() for t in tensors]
         handles = [

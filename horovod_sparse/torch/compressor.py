@@ -14,14 +14,17 @@ How a step runs inside stock Horovod, which knows only `compress` and `decompres
 
 from __future__ import annotations
 
+import copy
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from horovod_sparse import _elastic
 from horovod_sparse._compressor import (
     A2SGDSettings,
     MiCROSettings,
@@ -33,12 +36,13 @@ from horovod_sparse._compressor import (
 )
 from horovod_sparse.core import FlatLayout, StepStats, TensorSpec
 from horovod_sparse.core.collectives import Array
-from horovod_sparse.core.exchange import A2SGDExchange, Exchange
+from horovod_sparse.core.exchange import A2SGDExchange, Exchange, ResidualExchange, check_present
 from horovod_sparse.core.layout import accumulator_dtype
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.caller import Caller, find_caller
+from horovod_sparse.torch.caller import Caller, enlist, find_caller, unlisted
 from horovod_sparse.torch.collectives import Collectives, Running
-from horovod_sparse.torch.gradient import FLOATING, FlatGradient, spec_of
+from horovod_sparse.torch.gradient import FLOATING, FlatGradient, digest, spec_of
+from horovod_sparse.torch.loss_scale import before_unscaling, current_scaler
 
 # What Horovod reduces in a gradient's place. Its value means nothing; that it was reduced means that all ranks have
 # their gradient of this parameter.
@@ -62,12 +66,16 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     def __init__(self, make_exchange: Callable[[], Exchange]) -> None:
         self._exchange = make_exchange()
+        self._exchange.digests = self._digests
         self._optimizer: weakref.ref[Any] | None = None
         self._collectives: Collectives | None = None  # once the ranks are known to train the same parameters
         self._ever_sparse: set[str] = set()
         self._given_up = 0
         self._handed_over: dict[TensorSpec, weakref.ref[Array]] = {}
+        self._scaler: torch.amp.GradScaler | None = None
         self._begin_step()
+        self.commit()
+        _elastic.followers.add(self)
 
     # The public surface
 
@@ -111,19 +119,43 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             state["residual"] = {name: torch.as_tensor(part).clone() for name, part in state["residual"].items()}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict()` returned on the same rank; to be called on all ranks.
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a state that `state_dict()` returned; to be called on all ranks.
 
         The next exchange finds out whether it fits the model: if it does not, all ranks raise the same error.
 
+        Args:
+            state: what this rank saved. That of another rank will do, but then what was held back here is lost. After
+                training with another number of ranks: a list of the states that all of them saved, the same on all
+                ranks, which keeps the sum of all that was held back.
+
         Raises:
-            ValueError: `state` was not saved by a compressor of this method.
+            ValueError: it was not saved by a compressor of this method, or the list is not complete.
         """
-        self._exchange.load(state)
+        optimizer = self._bound_optimizer()
+        process_set = optimizer.process_set if optimizer else hvd.global_process_set
+        self._exchange.load(state, process_set.rank(), process_set.size())
 
     def reset(self) -> None:
         """Forget all state, as if no step had been taken; to be called on all ranks."""
         self._exchange.reset()
+
+    # What an elastic state has us do: see `_elastic`
+
+    def commit(self) -> None:
+        self._committed = copy.deepcopy(self._exchange.state())
+        self._committed.pop("rank", None)  # which may be another one after a reset
+
+    def restore(self) -> None:
+        self._exchange.load(self._committed, 0, 1)
+
+    def rejoin(self) -> None:
+        if self._running:
+            self._running.forget()
+        self._begin_step()
+        self._collectives = None
+        self._given_up = 0
+        self._exchange.rejoin()
 
     # Between the steps
 
@@ -147,6 +179,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             )
         self._optimizer = weakref.ref(optimizer)
         optimizer.synchronize = partial(_synchronize, self, optimizer.synchronize)
+        before_unscaling[optimizer] = self._check_exchanged
 
     def _bound_optimizer(self) -> Any:
         """The optimizer; None if there is none yet, or none any more."""
@@ -157,22 +190,46 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._meet(optimizer)
 
     def _meet(self, optimizer: Any) -> None:
-        """Once: do all ranks train the same parameters? If they do not, Horovod would wait for ever."""
+        """Once: do all ranks train the same parameters? If they do not, Horovod would wait for ever.
+
+        Until they are known to agree, the ranks' names for their collectives must not depend on the model; save that
+        several threads may train a model each, whose parameters then have different names, as Horovod wants it.
+        """
         if self._collectives:
             return
         trained = {name: p for p, name in optimizer._parameter_names.items() if p in optimizer._requires_update}
         specs = [spec_of(name, p) for name, p in sorted(trained.items())]
-        # Until they are known to agree, the ranks' names for their collectives must not depend on the model.
-        collectives = Collectives("horovod_sparse", optimizer.process_set)
+        first = specs[0].name if specs else ""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        collectives = Collectives(
+            "horovod_sparse" if in_main_thread else f"horovod_sparse.{first}", optimizer.process_set
+        )
         Running(collectives, self._exchange.meet(specs), "meeting").result()
-        collectives.name = f"horovod_sparse.{self._exchange.method}.{specs[0].name if specs else ''}"
+        collectives.name = f"horovod_sparse.{self._exchange.method}.{first}"
         self._collectives = collectives
+
+    def _apply_alone(self, optimizer: Any) -> None:
+        """The only rank that is left, or that has loaded a state, need hold nothing back."""
+        parameters = {name: p for p, name in optimizer._parameter_names.items() if p.grad is not None}
+        if all(torch.isfinite(p.grad).all() for p in parameters.values()):  # else the step may be skipped
+            for name, held_back in self._exchange.release().items():
+                if name in parameters:
+                    parameters[name].grad.add_(torch.as_tensor(held_back), alpha=self._loss_scale())
+
+    def _check_exchanged(self) -> None:
+        """Raise RuntimeError if there are gradients that are being exchanged."""
+        if self._gradients:
+            raise RuntimeError(
+                "the gradients are being exchanged: call optimizer.synchronize() before scaler.unscale_(optimizer) "
+                "or scaler.step(optimizer), and the latter inside optimizer.skip_synchronize()"
+            )
 
     # One step
 
     def _begin_step(self) -> None:
         self._finished = False
         self._gradients: dict[TensorSpec, FlatGradient] = {}
+        self._new: dict[str, torch.nn.Parameter] = {}  # of which Horovod does not know yet
         self._running: Running | None = None
 
     def _abandon_step(self) -> None:
@@ -188,6 +245,8 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             return tensor, None
         if synchronizing:
             self._meet(optimizer)
+        else:
+            self._scaler = current_scaler()
         self._finished = False
         if self._gradients and not optimizer._handles:  # Horovod has forgotten the gradients that it was given
             self._abandon_step()
@@ -196,7 +255,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             return tensor, None
         tensor = tensor.detach()
         spec = spec_of(name, tensor)
-        self._gradients[spec] = FlatGradient(tensor, usable=self._check(spec, tensor))
+        self._add(spec, tensor)
         algorithm = self._exchange.algorithm
         if algorithm and self._collectives and len(self._gradients) == len(algorithm.layout.tensors):
             if synchronizing:
@@ -206,31 +265,31 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 torch.autograd.Variable._execution_engine.queue_callback(start)
         return TOKEN.to(tensor.device, copy=True), Context(self, self._gradients[spec])
 
+    def _add(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
+        self._gradients[spec] = FlatGradient(tensor, usable=self._check(spec, tensor))
+
     def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
         """Whether the gradient can be compressed; if it cannot, note why."""
         if tensor.is_sparse:
             problem = f"the gradient of {spec} is sparse, and Horovod reduces no sparse gradients in groups"
         elif tensor.dtype not in FLOATING:
             problem = f"{spec}: {type(self).__name__} compresses float16, bfloat16, float32 and float64"
-        elif self._gradients and next(iter(self._gradients.values())).tensor.device != tensor.device:
-            problem = f"{spec} lies on {tensor.device}, others do not: all parameters must lie on one device"
         else:
             return True
         self._exchange.note(problem)
         return False
 
-    def _check_parameters(self) -> None:
+    def _add_parameters(self) -> None:
         """Find the parameters whose gradient Horovod does not hand over, rightly or wrongly."""
         optimizer = self._bound_optimizer()
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p.grad is not None and p.grad.is_sparse and not optimizer.sparse_as_dense:
                 self._ever_sparse.add(optimizer._parameter_names.get(p, ""))
-            if p.requires_grad and p not in optimizer._requires_update:
-                name = optimizer._parameter_names.get(p, "of the optimizer")
-                self._exchange.note(
-                    f"parameter {name}, of shape {tuple(p.shape)}, was added or unfrozen after the optimizer was given "
-                    "to hvd.DistributedOptimizer, so Horovod does not reduce its gradient: make a new one"
-                )
+        self._new = unlisted(optimizer)
+        for name, p in self._new.items():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            self._add(spec_of(name, p.grad), p.grad.detach())
 
     def _given(self, spec: TensorSpec) -> Array | None:
         """What became a gradient's memory in an earlier step, if it is still used."""
@@ -245,18 +304,20 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def _start_exchange(self, collectives: Collectives) -> None:
         """Start what does not depend on other ranks; wait for nothing."""
         collectives.count(TOKEN.nbytes * len(self._gradients))
-        self._check_parameters()
+        self._add_parameters()
         dtype = accumulator_dtype(self._gradients)
-        arrays = {spec: gradient.flatten(dtype, self._given(spec)) for spec, gradient in self._gradients.items()}
+        device = self._gradients[min(self._gradients)].tensor.device
+        arrays = {
+            spec: gradient.flatten(dtype, device, self._given(spec)) for spec, gradient in self._gradients.items()
+        }
         for spec in self._exchange.algorithm.layout.tensors if self._exchange.algorithm else ():
             if spec.name in self._ever_sparse and spec not in arrays:  # was zero and dense in the first step
-                device = next(iter(self._gradients.values())).tensor.device
                 gradient = self._gradients[spec] = FlatGradient(torch.zeros(spec.shape, device=device), usable=True)
-                arrays[spec] = gradient.flatten(dtype, None)
+                arrays[spec] = gradient.flatten(dtype, device, None)
         self._layout = FlatLayout(arrays)
         out = {spec: gradient.out for spec, gradient in self._gradients.items()}
-        rates = self._learning_rates()
-        step = self._exchange.step(arrays, collectives.rank, collectives.world_size, out, rates)
+        units = self._learning_rates(), self._loss_scale()
+        step = self._exchange.step(arrays, collectives.rank, collectives.world_size, out, *units)
         self._running = Running(collectives, step, f"first_round{self._given_up or ''}")
 
     def _learning_rates(self) -> dict[TensorSpec, float] | None:
@@ -266,11 +327,26 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         if not follows_learning_rate(self._exchange.settings, plain):
             return None
         rates = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-        by_name = {name: rates[p] for p, name in optimizer._parameter_names.items() if p in rates}
+        named = {name: p for p, name in optimizer._parameter_names.items()} | self._new
+        by_name = {name: rates[p] for name, p in named.items() if p in rates}
         return {spec: by_name[spec.name] for spec in self._layout.tensors}
 
+    def _loss_scale(self) -> float:
+        """By what this step's loss was multiplied, as far as it matters."""
+        return self._scaler.get_scale() if self._scaler and isinstance(self._exchange, ResidualExchange) else 1.0
+
+    def _digests(self) -> dict[str, int]:
+        """A digest of each parameter."""
+        optimizer = self._bound_optimizer()
+        parameters = {p for group in optimizer.param_groups for p in group["params"]}
+        return {name: digest(p) for p, name in optimizer._parameter_names.items() if p in parameters}
+
     def _finish_step(self) -> None:
-        """Run the exchange to its end, and write the update into the gradients."""
+        """Run the exchange to its end, and write the update into the gradients.
+
+        Raises:
+            RuntimeError: a gradient has changed since the exchange was started; or an error of the exchange.
+        """
         collectives = self._collectives
         assert collectives
         try:
@@ -278,11 +354,24 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 self._start_exchange(collectives)
             assert self._running
             update = self._running.result()
+            changed = [spec.name for spec in self._layout.tensors if self._gradients[spec].changed]
+            if changed:
+                problem = (
+                    f"the gradient of {changed[0]!r} was changed after the backward pass, while it was exchanged. "
+                    "Call optimizer.synchronize() before whatever changes gradients, such as clip_grad_norm_, then "
+                    "optimizer.step() inside optimizer.skip_synchronize()"
+                )
+                self._exchange.note(problem)
+                raise RuntimeError(problem)
         except BaseException:  # this step cannot be finished; should there be another one, it begins with a talk
             self._exchange.something_to_say = True
             self._begin_step()
             raise
         self._write(update, collectives.world_size)
+        optimizer = self._bound_optimizer()
+        for name, p in self._new.items():
+            p.grad = self._gradients[spec_of(name, p)].tensor
+            enlist(optimizer, name, p)
         self._add_bytes(collectives)
         self._begin_step()
         self._finished = True
@@ -309,8 +398,11 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 def _synchronize(compressor: SparseCompressor, synchronize: Callable[[], None]) -> None:
     """In the place of `optimizer.synchronize`: first what must happen before a rank waits for another's tokens."""
     optimizer = compressor._bound_optimizer()
-    if optimizer.process_set.included() and optimizer.process_set.size() > 1:
-        compressor._before_synchronize(optimizer)
+    if optimizer.process_set.included():
+        if optimizer.process_set.size() > 1:
+            compressor._before_synchronize(optimizer)
+        else:
+            compressor._apply_alone(optimizer)
     synchronize()
 
 
@@ -331,25 +423,39 @@ class A2SGDCompressor(A2SGDSettings, SparseCompressor):
 
     _exchange: A2SGDExchange
 
+    def _digests(self) -> dict[str, int]:
+        return {}  # the replicas differ, by design
+
     def synchronize_parameters(self) -> None:
         """Average the parameters over the ranks: bitwise the same on all of them afterwards. To be called on all.
 
         Raises:
-            RuntimeError: no optimizer uses this compressor yet.
+            RuntimeError: no optimizer uses this compressor yet, or some ranks have called `hvd.join()`.
         """
+        collectives = self._averaging()
+        if collectives:
+            check_present(collectives.present(), collectives.world_size, "the others are to average the parameters")
+            self._average(collectives)
+
+    def _averaging(self) -> Collectives | None:
+        """What averages the parameters; None on a single rank."""
         optimizer = self._bound_optimizer()
         if optimizer is None:
             raise RuntimeError(
                 "synchronize_parameters() has no parameters before the first step: call "
                 "get_compressor(optimizer).synchronize_parameters()"
             )
-        self._exchange.averaging_due = False
         process_set = optimizer.process_set
         if not process_set.included() or process_set.size() == 1:
-            return
+            self._exchange.averaging_due = False
+            return None
+        return self._collectives or Collectives("horovod_sparse.a2sgd", process_set)
+
+    def _average(self, collectives: Collectives) -> None:
+        optimizer = self._bound_optimizer()
+        self._exchange.averaging_due = False
         parameters = (p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point())
         ordered = sorted(parameters, key=lambda p: str(optimizer._parameter_names.get(p)))
-        collectives = self._collectives or Collectives("horovod_sparse.a2sgd", process_set)
         collectives.average_([p.data for p in ordered])
         self._add_bytes(collectives)
 
@@ -360,8 +466,9 @@ class A2SGDCompressor(A2SGDSettings, SparseCompressor):
             optimizer.register_step_post_hook(lambda *_: self._average_if_due())
 
     def _average_if_due(self) -> None:
-        if self._exchange.averaging_due:
-            self.synchronize_parameters()
+        collectives = self._averaging() if self._exchange.averaging_due else None
+        if collectives and collectives.present() == collectives.world_size:  # else it is for when all are back
+            self._average(collectives)
 
     def _before_synchronize(self, optimizer: Any) -> None:
         super()._before_synchronize(optimizer)

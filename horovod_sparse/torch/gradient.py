@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import numpy as np
 import torch
 
@@ -48,13 +50,14 @@ class FlatGradient:
         self.tensor = tensor
         self._usable = usable
 
-    def flatten(self, dtype: str, given: Array | None) -> Array:
-        """The gradient as a flat array of `dtype`: a numpy array if it lies in host memory, else a torch tensor.
+    def flatten(self, dtype: str, device: torch.device, given: Array | None) -> Array:
+        """The gradient as a flat array of `dtype`: a numpy array if it is to be in host memory, else a torch tensor.
 
         It shares the gradient's memory where that is laid out so; otherwise it is a copy. A gradient that is not
         usable is empty.
 
         Args:
+            dtype, device: those of the exchange.
             given: what `store` has made the gradient's memory in an earlier step.
         """
         if not self._usable:
@@ -62,12 +65,19 @@ class FlatGradient:
             self.out: Array = as_array(torch.zeros(0))
             return self.out
         alone = self._is_alone(given)  # before there are more that know the memory
-        flat = self.tensor.reshape(-1).contiguous().to(getattr(torch, dtype))
+        self._version = self.tensor._version
+        flat = self.tensor.reshape(-1).contiguous().to(device, getattr(torch, dtype))
         array = as_array(flat)
         self._handing_over = alone and self.tensor.is_contiguous() and self.tensor.dtype == flat.dtype
+        self._handing_over &= self.tensor.device == flat.device
         copied = flat.data_ptr() != self.tensor.data_ptr()
         self.out = array if copied or self._handing_over else as_array(torch.empty_like(flat))
         return array
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody has written to the gradient since it was flattened."""
+        return self._usable and self.tensor._version != self._version
 
     def _is_alone(self, given: Array | None) -> bool:
         """Whether nobody else knows the gradient's memory, which a step may then have.
@@ -94,6 +104,14 @@ class FlatGradient:
         limits = torch.finfo(self.tensor.dtype)
         self.tensor.copy_(flat.clamp_(limits.min, limits.max).view(self.tensor.shape))
         return None
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A number that differs, in all likelihood, for tensors that differ in a bit; computed where the tensor lies."""
+    data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    if data.device.type == "cpu":
+        return crc32(data.numpy().data)
+    return int((data.long() * (torch.arange(data.numel(), device=data.device) * 2654435761 + 1)).sum())
 
 
 def as_array(tensor: torch.Tensor) -> Array:

@@ -268,18 +268,6 @@ def test_reset_on_one_rank_alone() -> None:
 # What is not supported
 
 
-def test_joined_ranks() -> None:
-    """Once: a second hvd.join() in a process does not wait, in Horovod 0.28.1."""
-    compressor, parameters = hvd.MiCROCompressor(), variables()
-    reduce(parameters, gradients(parameters), compressor)
-    if hvd.rank() == LAST:
-        hvd.join()
-    else:
-        with pytest.raises(RuntimeError, match=r"hvd\.join\(\)"):
-            reduce(parameters, gradients(parameters, 1), compressor)
-        hvd.join()
-
-
 @each
 def test_functions_that_xla_compiles(compression: Any) -> None:
     parameters = variables()

@@ -133,8 +133,10 @@ def test_all_finite_tells_any_nan_or_infinity(backend, dtype, data):
 def test_accumulate_adds_and_tells_whether_the_sum_is_finite(backend, dtype, in_place, threads, data):
     parts = data.draw(pieces(dtype, moderate))
     residuals = [data.draw(arrays(dtype, part.size, elements=st.sampled_from([0.0, 1.0, -0.5]))) for part in parts]
-    scales = data.draw(st.lists(st.sampled_from([1.0, 2.0, 0.25]), min_size=len(parts), max_size=len(parts)))
-    sums = np.concatenate([p + p.dtype.type(s) * r for p, r, s in zip(parts, residuals, scales, strict=True)])
+    factors = st.lists(st.sampled_from([1.0, 2.0, 0.25]), min_size=len(parts), max_size=len(parts))
+    weights, scales = np.array(data.draw(factors)), np.array(data.draw(factors))
+    pairs = zip(parts, weights, residuals, scales, strict=True)
+    sums = np.concatenate([np.dtype(dtype).type(w) * p + np.dtype(dtype).type(s) * r for p, w, r, s in pairs])
     bad = data.draw(st.sampled_from([None, np.nan, np.inf, -np.inf]))
     part = data.draw(st.sampled_from(parts))
     if bad is not None and part.size:
@@ -143,7 +145,7 @@ def test_accumulate_adds_and_tells_whether_the_sum_is_finite(backend, dtype, in_
     given = [side.array(part) for part in parts]
     out = given if in_place else [side.array(np.full_like(part, 7)) for part in parts]
     residual, gradient = vector_of(side, residuals), side.kernels.flat_vector(given, dtype)
-    acc, nan_unless_finite = side.kernels.accumulate(residual, gradient, out, np.array(scales), layout_of(parts))
+    acc, nan_unless_finite = side.kernels.accumulate(residual, gradient, out, weights, scales, layout_of(parts))
     assert np.array_equal(content(side, residual, parts), np.concatenate(residuals))
     if bad is None or not part.size:
         assert float(nan_unless_finite) == 0
@@ -316,7 +318,7 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
 def test_round_to_float16_is_nearest_and_its_sum_over_the_ranks_is_finite(backend, dtype, data, ranks):
     x = data.draw(vectors(dtype))
     side = on(backend)
-    rounded = to_numpy(side.kernels.round_to(side.array(x), "float16", ranks))
+    rounded = to_numpy(side.kernels.round_to(side.array(x), "float16", ranks, 1.0))
     assert rounded.dtype == np.float16
     small = abs(x) < 30_000 / ranks
     assert np.array_equal(rounded[small], x[small].astype(np.float16))

@@ -29,7 +29,7 @@ def spread(layout, rates):
     data=st.data(),
 )
 def test_each_gradient_has_its_effect_at_the_learning_rate_of_its_own_step(backend, scenario, make, data):
-    """The sum of rate * update, and rate * residual, is that of rate * gradient; a rate of 0 leaves the last one."""
+    """The sum of rate * update, and rate * residual, is that of rate * gradient; a gradient at a rate of 0 has none."""
     layout = scenario.layout
     world = World(make, layout, scenario.ranks, backend)
     came, went, magnitude = (np.zeros(layout.numel) for _ in range(3))
@@ -42,7 +42,7 @@ def test_each_gradient_has_its_effect_at_the_learning_rate_of_its_own_step(backe
         # Before the first rate > 0 there is none to count in: what is held back counts in the first.
         counted = spread(layout, last)
         known = counted > 0
-        came += np.where(known, counted * vectors.mean(axis=0), 0)
+        came += spread(layout, rates) * vectors.mean(axis=0)
         magnitude += counted * abs(vectors).mean(axis=0)
         went += counted * outcome.applied[0]
         if not known.all():

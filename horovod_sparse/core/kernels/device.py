@@ -62,15 +62,16 @@ def accumulate(
     residual: torch.Tensor,
     gradient: torch.Tensor,
     out: Sequence[torch.Tensor],
+    weights: np.ndarray[Any, Any],
     scales: np.ndarray[Any, Any],
     layout: FlatLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if (scales == 1).all():
+    if (weights == 1).all() and (scales == 1).all():
         gradient += residual  # `flat_vector` has made it
     else:
-        factors = numbers(scales, residual, layout.dtype)
-        for part, held_back, factor in zip(split(gradient, layout), split(residual, layout), factors, strict=True):
-            part += factor * held_back
+        parts = zip(split(gradient, layout), split(residual, layout), strict=True)
+        for (part, held_back), weight, scale in zip(parts, weights.tolist(), scales.tolist(), strict=True):
+            part.mul_(weight).add_(held_back, alpha=scale)
     return gradient, (gradient * 0).sum()
 
 
@@ -145,9 +146,9 @@ def from_bfloat16(bits: torch.Tensor, dtype: str) -> torch.Tensor:
     return bits.view(torch.bfloat16).to(_dtype(dtype))
 
 
-def round_to(values: torch.Tensor, dtype: str, world_size: int) -> torch.Tensor:
-    limit = torch.finfo(_dtype(dtype)).max / 2 / world_size
-    return values.clamp(-limit, limit).to(_dtype(dtype))
+def round_to(values: torch.Tensor, dtype: str, world_size: int, unit: float) -> torch.Tensor:
+    limit = min(torch.finfo(_dtype(dtype)).max / 2 / world_size * unit, torch.finfo(values.dtype).max)
+    return (values.clamp(-limit, limit) / unit).to(_dtype(dtype))
 
 
 def sign_sums(x: torch.Tensor, layout: FlatLayout) -> Any:

@@ -172,51 +172,57 @@ def _pieces(start, stop, offsets):  # type: ignore[no-untyped-def]
 
 # The sums may be reordered ("reassoc") for the compiler to vectorise them; NaN and infinity keep their meaning.
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
-def _add_to(gradient, residual, scale):  # type: ignore[no-untyped-def]
+def _add_to(gradient, weight, residual, scale):  # type: ignore[no-untyped-def]
     zero = gradient.dtype.type(0)
     total = zero
     for i in range(gradient.size):
-        gradient[i] += scale * residual[i]
+        gradient[i] = weight * gradient[i] + scale * residual[i]
         total += gradient[i] * zero
     return total
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
-def _add(gradient, residual, scale, out):  # type: ignore[no-untyped-def]
+def _add(gradient, weight, residual, scale, out):  # type: ignore[no-untyped-def]
     zero = gradient.dtype.type(0)
     total = zero
     for i in range(gradient.size):
-        out[i] = gradient[i] + scale * residual[i]
+        out[i] = weight * gradient[i] + scale * residual[i]
         total += out[i] * zero
     return total
 
 
 @njit(cache=True, nogil=True)
-def _accumulate(start, stop, scales, gradients, residuals, outs, offsets, like):  # type: ignore[no-untyped-def]
+def _accumulate(start, stop, weights, scales, gradients, residuals, outs, offsets, like):  # type: ignore[no-untyped-def]
     total = like.dtype.type(0)
     for i in _pieces(start, stop, offsets):
         gradient, _ = _piece(i, start, stop, gradients, offsets, like)
         residual, _ = _piece(i, start, stop, residuals, offsets, like)
         # The compiler vectorises only loops whose arrays are known not to overlap.
         if gradients[i] == outs[i]:
-            total += _add_to(gradient, residual, scales[i])
+            total += _add_to(gradient, weights[i], residual, scales[i])
         else:
-            total += _add(gradient, residual, scales[i], _piece(i, start, stop, outs, offsets, like)[0])
+            out, _ = _piece(i, start, stop, outs, offsets, like)
+            total += _add(gradient, weights[i], residual, scales[i], out)
     return total
 
 
 def accumulate(
-    residual: FlatVector, gradient: FlatVector, out: Sequence[Values], scales: NDArray[np.float64], layout: FlatLayout
+    residual: FlatVector,
+    gradient: FlatVector,
+    out: Sequence[Values],
+    weights: NDArray[np.float64],
+    scales: NDArray[np.float64],
+    layout: FlatLayout,
 ) -> tuple[FlatVector, float]:
-    """gradient + scale * residual, with a scale for each tensor; and 0.0, or NaN unless it is finite.
+    """weight * gradient + scale * residual, with both for each tensor; and 0.0, or NaN unless it is finite.
 
     The sum takes the memory of `out`, which may be the gradient's.
     """
     in_place = all(map(operator.is_, gradient.arrays, out))
     result = gradient if in_place else FlatVector(out)
     addresses = (vector.loop_arguments[0] for vector in (gradient, residual, result))
-    typed = scales.astype(result.dtype)
-    totals = _in_threads(_accumulate, result.numel, typed, *addresses, *result.loop_arguments[1:])
+    factors = weights.astype(result.dtype), scales.astype(result.dtype)
+    totals = _in_threads(_accumulate, result.numel, *factors, *addresses, *result.loop_arguments[1:])
     return result, float(sum(totals))
 
 
@@ -427,10 +433,10 @@ def bytes_as(x: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
     return np.frombuffer(x, dtype)  # which need not be aligned
 
 
-def round_to(values: Values, dtype: str, world_size: int) -> Values:
-    """`values` in a narrower `dtype`, clipped so that their sum over the ranks stays finite, however it is rounded."""
-    limit = float(np.finfo(dtype).max) / 2 / world_size
-    return values.clip(-limit, limit).astype(dtype)
+def round_to(values: Values, dtype: str, world_size: int, unit: float) -> Values:
+    """`values` / `unit` in a narrower `dtype`, clipped so that the sum over the ranks stays finite, however rounded."""
+    limit = min(float(np.finfo(dtype).max) / 2 / world_size * unit, float(np.finfo(values.dtype).max))
+    return (values.clip(-limit, limit) / unit).astype(dtype)
 
 
 def to_bfloat16(values: Values) -> NDArray[np.uint16]:

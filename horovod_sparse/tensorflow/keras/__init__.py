@@ -6,7 +6,7 @@ ours: they work with Keras 3 and, where TF_USE_LEGACY_KERAS=1 makes it `tf.keras
 
 import horovod.tensorflow.keras as _hvd
 
-from horovod_sparse.core import StepStats
+from horovod_sparse.core import StepStats, WarmUp
 from horovod_sparse.tensorflow import (
     A2SGDCompressor,
     Compression,
@@ -16,7 +16,7 @@ from horovod_sparse.tensorflow import (
     broadcast_variables,
     get_compressor,
 )
-from horovod_sparse.tensorflow.keras import callbacks
+from horovod_sparse.tensorflow.keras import callbacks, elastic
 from horovod_sparse.tensorflow.keras.model import load_model
 from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer
 
@@ -30,8 +30,10 @@ __all__ = [
     "QSGDCompressor",
     "StepStats",
     "TopKCompressor",
+    "WarmUp",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "get_compressor",
     "load_model",
 ]

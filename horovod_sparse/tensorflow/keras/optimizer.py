@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import PREFIX, hvd
 from horovod_sparse.tensorflow.compressor import SparseCompressor, tf_variable
 from horovod_sparse.tensorflow.gradients import Reducer
 from horovod_sparse.tensorflow.graphs import in_program_order
@@ -284,7 +284,7 @@ def _minimum_over_ranks(process_set: Any) -> Callable[[Any], Any]:
     def minimum(value: Any) -> Any:
         in_program_order()
         options = {"ignore_name_scope": True, "process_set": process_set}
-        return hvd.allreduce(value, op=hvd.Min, name="horovod_sparse.minimum", **options)
+        return hvd.allreduce(value, op=hvd.Min, name=f"{PREFIX}.minimum", **options)
 
     return tf.function(minimum, autograph=False)  # type: ignore[no-any-return]
 

@@ -1,0 +1,55 @@
+"""Saved states: of one rank, and of all ranks of a world that may have had another size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+State = Mapping[str, Any]
+
+
+def merged(given: State | Sequence[State], method: str, rank: int, world_size: int) -> State:
+    """A copy of what a rank continues from.
+
+    Given one state, that is its own, or another rank's: the latter for its step and threshold alone. The residual is
+    left out, for it is of the gradients of that rank, which has it still; n copies would count n times.
+
+    Given the states of all ranks of another world, in any order, that is one with the sum of the residuals of the old
+    ranks `rank`, `rank` + `world_size`, and so on: over all ranks, the sum of the residuals is what it was.
+
+    Raises:
+        ValueError: a state is not one of this method, or they are not those of all ranks, of the same model.
+    """
+    states = checked(given, method)
+    if isinstance(given, Mapping):
+        own = given.get("rank", rank) == rank
+        return copy.deepcopy(given if own else without_residual(given))
+    states = sorted(states, key=lambda state: state.get("rank", 0))
+    ranks = [state.get("rank", 0) for state in states]
+    old_size = states[0].get("world_size", 1)
+    if ranks != list(range(old_size)):
+        raise ValueError(f"load_state_dict: the states are of the ranks {ranks}, not of all of the {old_size} ranks")
+    names = [sorted(state.get("residual", {})) for state in states]
+    if any(state["step"] != states[0]["step"] for state in states) or any(n != names[0] for n in names):
+        raise ValueError("load_state_dict: the states are not of the same step of the same model")
+    result = {**copy.deepcopy(without_residual(states[0])), "rank": rank, "world_size": world_size}
+    if names[0]:
+        every = [state["residual"] for state in states]
+        mine = every[rank::world_size]
+        result["residual"] = {name: sum((part[name] for part in mine), start=0 * every[0][name]) for name in names[0]}
+    return result
+
+
+def checked(given: object, method: str) -> list[State]:
+    """The states: one, or several; raise ValueError unless they are of this method."""
+    states: list[Any] = list(given) if isinstance(given, list | tuple) and given else [given]
+    for state in states:
+        found = state.get("method") if isinstance(state, Mapping) else type(state).__name__
+        if found != method:
+            raise ValueError(f"load_state_dict: the state is of {found!r}, not of {method!r}")
+    return states
+
+
+def without_residual(state: State) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != "residual"}
