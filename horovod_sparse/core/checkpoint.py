@@ -22,22 +22,26 @@ def merged(given: State | Sequence[State], method: str, rank: int, world_size: i
         ValueError: a state is not one of this method, or they are not those of all ranks, of the same model.
     """
     states = checked(given, method)
+    place = {"rank": rank, "world_size": world_size}
     if isinstance(given, Mapping):
         own = given.get("rank", rank) == rank
-        return copy.deepcopy(given if own else without_residual(given))
+        return {**copy.deepcopy(given if own else without_residual(given)), **place}
+    if not any(state["step"] for state in states):  # saved before the first step
+        return {**copy.deepcopy(states[0]), **place}
     states = sorted(states, key=lambda state: state.get("rank", 0))
     ranks = [state.get("rank", 0) for state in states]
     old_size = states[0].get("world_size", 1)
     if ranks != list(range(old_size)):
         raise ValueError(f"load_state_dict: the states are of the ranks {ranks}, not of all of the {old_size} ranks")
-    names = [sorted(state.get("residual", {})) for state in states]
-    if any(state["step"] != states[0]["step"] for state in states) or any(n != names[0] for n in names):
+    every = [state["residual"] for state in states if state.get("residual")]  # some ranks may hold back nothing
+    latest = max(states, key=lambda state: state["step"])
+    same_step = all(state["step"] == latest["step"] for state in states) or any(state.get("leads") for state in states)
+    if not same_step or any(residual.keys() != every[0].keys() for residual in every):
         raise ValueError("load_state_dict: the states are not of the same step of the same model")
-    result = {**copy.deepcopy(without_residual(states[0])), "rank": rank, "world_size": world_size}
-    if names[0]:
-        every = [state["residual"] for state in states]
-        mine = every[rank::world_size]
-        result["residual"] = {name: sum((part[name] for part in mine), start=0 * every[0][name]) for name in names[0]}
+    result = {**copy.deepcopy(without_residual(latest)), **place}
+    if every:
+        mine = [state["residual"] for state in states[rank::world_size] if state.get("residual")]
+        result["residual"] = {name: sum((part[name] for part in mine), start=0 * every[0][name]) for name in every[0]}
     return result
 
 

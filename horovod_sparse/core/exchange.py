@@ -83,6 +83,7 @@ class Exchange:
         self.problem: str | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._leads = False  # what this rank knows of the state, others have missed
+        self._outgrown: Any = None  # the algorithm before more tensors came, as long as not all ranks know of them
         self.place = (0, 1)
         self.something_to_say = True
 
@@ -93,7 +94,7 @@ class Exchange:
 
     def rejoin(self) -> None:
         """The world has changed, as in an elastic job: meet the ranks anew. Those that are new take over our state."""
-        self._leads = self.algorithm is not None or self._loaded is not None
+        self._leads = self.state()["step"] > 0
         self.problem = None
         self.something_to_say = True
 
@@ -102,7 +103,7 @@ class Exchange:
         if self.algorithm is None:
             return dict(self._loaded) if self._loaded else {"method": self.method, "step": 0}
         rank, world_size = self.place
-        where = {"rank": rank, "world_size": world_size}
+        where = {"rank": rank, "world_size": world_size, "leads": self._leads}
         return {"method": self.method, "step": self.algorithm.t, **where, **self._save()}
 
     def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
@@ -116,6 +117,7 @@ class Exchange:
         state = merged(state, self.method, rank, world_size)
         self.reset()
         self._loaded = state
+        self._leads = bool(state.get("leads"))  # saved before those that had joined were back
 
     def release(self) -> Mapping[str, Array]:
         """What is held back, by tensor, which is forgotten: for a rank that is alone, and applies it by itself."""
@@ -179,7 +181,7 @@ class Exchange:
         self._prepare(algorithm)
         method_step = algorithm.step(arrays, rank, world_size, memory, **self._units(specs, rates, loss_scale))
         request: Array | None = None
-        size, dtype = algorithm.first_round
+        size, dtype = (self._outgrown or algorithm).first_round
         if not self.something_to_say:
             request = next(method_step).array
         subject = (algorithm.layout.tensors, self._state_notes(algorithm), self.circumstances, self.order)
@@ -198,8 +200,13 @@ class Exchange:
             self._leads = True
             answer = self._without_joined(algorithm, answer, present / world_size)
         elif urgent or other or not agreed:
-            notes = {**self._notes(specs, algorithm), "leads": self._leads, "begun": request is not None}
-            all_notes = yield from agree(notes)
+            try:
+                all_notes = yield from agree({**self._notes(specs, algorithm), "leads": self._leads})
+            except RuntimeError:
+                self.algorithm = self._outgrown or self.algorithm
+                raise
+            finally:
+                self._outgrown = None
             if not agreed and not urgent and not any(n["leads"] for n in all_notes):
                 raise RuntimeError(
                     "the ranks disagree: they reduce their models in another order. Run the same program on all ranks"
@@ -223,12 +230,16 @@ class Exchange:
                 self.note(f"the loaded state does not fit: {error}")
 
     def _extend(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
-        """More tensors are trained from now on; whether on all ranks, is for all to see."""
+        """More tensors are trained from now on; whether on all ranks, is for all to see.
+
+        Some may not know of it: so the first round is still that of the tensors so far.
+        """
         state = self.state()
         if state.get("residual"):
-            new = {spec.name: 0 * array.reshape(spec.shape) for spec, array in zip(layout.tensors, arrays, strict=True)}
-            state["residual"] = {**new, **state["residual"]}
+            zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in layout.tensors}
+            state["residual"] = {**zeros, **state["residual"]}
         self._loaded = state
+        self._outgrown = self.algorithm
         self.something_to_say = True
         self._begin(layout, arrays)
 
@@ -297,11 +308,11 @@ class Exchange:
 
     def _heed(self, all_notes: list[Notes]) -> None:
         """Act on the notes of all ranks, which agree, or have a leader."""
-        leader = next((notes for notes in all_notes if notes["leads"]), None)
-        if leader:
-            self._take_over(leader)
-            # What some ranks have begun, they have begun in a state of their own; a dense step does not mind.
-            self.algorithm.dense = any(notes["begun"] for notes in all_notes)
+        leaders = [notes for notes in all_notes if notes["leads"]]
+        if leaders:
+            self._take_over(max(leaders, key=lambda notes: notes["step"]))
+            # What a rank has begun, it may have begun in a state of its own; a dense step does not mind.
+            self.algorithm.dense = True
 
     def _take_over(self, notes: Notes) -> None:
         """Let the state be that of another rank, as its notes tell."""
@@ -381,10 +392,15 @@ class ResidualExchange(Exchange):
     def _notes(self, specs: Sequence[TensorSpec], algorithm: Any) -> Notes:
         return {**super()._notes(specs, algorithm), "flush": self._flush}
 
+    def _extend(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
+        self._flush |= self.algorithm.dense  # by a step that was skipped
+        super()._extend(layout, arrays)
+
     def _heed(self, all_notes: list[Notes]) -> None:
         super()._heed(all_notes)
-        self.algorithm.dense |= any(notes["flush"] for notes in all_notes)
-        self._flush = False
+        if any(notes["flush"] for notes in all_notes):
+            self.algorithm.dense = True
+            self._flush = False
 
     def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None, joined: bool) -> StepStats:
         numel = algorithm.layout.numel

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from math import floor, log2
-
-import numpy as np
-
 from horovod_sparse.core.collectives import Allgather, Allreduce, Alltoall, Array
 from horovod_sparse.core.indices import code_dtype, decode, encode
 from horovod_sparse.core.kernels import kernels_for
@@ -120,6 +116,7 @@ class MiCRO:
         if not everything:
             threshold = yield from self.estimator.estimate(magnitudes, counts[1:], k, count)
         update = self.residual.replace(acc, rates)
+        at_rest = self.residual.at_rest(rates)
 
         indices = None
         if not everything:
@@ -131,12 +128,13 @@ class MiCRO:
         values = kernels.take(acc, indices)  # residual_i = acc_i, set to 0 at all selected indices
         try:
             value_dtype = None if self.dense else self.value_dtype
-            summed, rounding = yield from sum_rounded(values, value_dtype, rank, world_size, threshold)
+            summed, rounding = yield from sum_rounded(values, value_dtype, rank, world_size)
         except BaseException:
             kernels.put(acc, indices, values)
             raise
         if rounding is not None:
             kernels.put(acc, indices, rounding)
+        self.residual.put_back(at_rest)
         kernels.write_sparse(update, indices, summed / (world_size / loss_scale))
         self.dense = False
         return Update(kernels.split(update, layout), indices, threshold)
@@ -150,12 +148,9 @@ class MiCRO:
         return code_dtype(self.density)
 
 
-def sum_rounded(
-    values: Array, dtype: str | None, rank: int, world_size: int, threshold: float
-) -> Step[tuple[Array, Array | None]]:
+def sum_rounded(values: Array, dtype: str | None, rank: int, world_size: int) -> Step[tuple[Array, Array | None]]:
     """The sum of `values` over the ranks, sent as `dtype`, and what this rank has rounded off; None if nothing.
 
-    float16 spans few magnitudes, so values are sent in units of about 256 times `threshold`, which all ranks know.
     Horovod adds no bfloat16: each rank adds up a part of the values, which costs as many bytes as Horovod's allreduce.
     """
     kernels = kernels_for(values)
@@ -163,11 +158,9 @@ def sum_rounded(
     if dtype is None:
         return (yield Allreduce(values)), None
     if dtype == "float16":
-        tells = threshold > np.finfo(own_dtype).tiny  # else all that is not 0 is sent
-        unit = 2.0 ** (floor(log2(threshold)) + 8) if tells else 1.0
-        sent = kernels.round_to(values, dtype, world_size, unit)
+        sent = kernels.round_to(values, dtype, world_size)
         summed = yield Allreduce(sent)
-        return kernels.cast(summed, own_dtype) * unit, values - kernels.cast(sent, own_dtype) * unit
+        return kernels.cast(summed, own_dtype), values - kernels.cast(sent, own_dtype)
 
     def sent_as(values: Array) -> tuple[Array, Array]:
         bits = kernels.to_bfloat16(values)

@@ -21,7 +21,8 @@ class Residual:
 
     The optimizer multiplies what is sent by the learning rate of the day. What was held back under another one is
     multiplied by the ratio of the two, so that it has the effect that it would have had at once: acc_i = e_i + eta g_i
-    in the papers, divided by eta. The gradient of a step with the learning rate 0 has none, and is left out.
+    in the papers, divided by eta. A tensor whose learning rate is 0 is at rest: its gradient is left out, and what is
+    sent of it, which has no effect, stays.
 
     Where the loss is scaled, the gradients are too. They are divided by that scale as they come in, and what is sent is
     multiplied by it: so what is held back has the units of a loss that is not scaled, whatever the scale of the day.
@@ -55,6 +56,17 @@ class Residual:
             self.vector, vector, out or kernels.empty_like(vector), weights / loss_scale, scales, self._layout
         )
         return result
+
+    def at_rest(self, rates: Sequence[float] | None) -> list[tuple[Array, Array]]:
+        """The parts of the residual at rest, each with a copy, for `put_back`."""
+        if rates is None or all(rates):
+            return []
+        parts = kernels_for(self.vector).split(self.vector, self._layout)
+        return [(part, part + 0) for part, rate in zip(parts, rates, strict=True) if rate == 0]
+
+    def put_back(self, at_rest: list[tuple[Array, Array]]) -> None:
+        for part, copy in at_rest:
+            part[...] = copy
 
     def replace(self, acc: Array, rates: Sequence[float] | None) -> Array:
         """Let the residual be `acc`; returns the memory of the old one."""

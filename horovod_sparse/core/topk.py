@@ -82,6 +82,7 @@ class TopK:
             return None
 
         update = self.residual.replace(acc, rates)
+        at_rest = self.residual.at_rest(rates)
         index_dtype = "int32" if layout.numel < 2**31 else "int64"
         codes = code_dtype(self.density)
         own, threshold = (None, 0.0) if self.dense else kernels.top_k(acc, k, index_dtype)
@@ -94,6 +95,7 @@ class TopK:
         except BaseException:
             kernels.put(acc, own, values)
             raise
+        self.residual.put_back(at_rest)
         if own is None:
             self.dense = False
             kernels.write_sparse(update, None, summed / (world_size / loss_scale))

@@ -240,10 +240,37 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def slot(self, key: bytes, specs: tuple[TensorSpec, ...], process_set: Any) -> Slot:
         """The state of a set of tensors."""
         if (key, specs) not in self.slots:
-            exchange = self._waiting.pop(0) if self._waiting else self._make_exchange()
+            exchange = self._waiting.pop(0) if self._waiting else self._inheriting((key, specs))
             exchange.digests = partial(self._digests, (key, specs))
             self.slots[key, specs] = Slot(exchange, specs, process_set)
         return self.slots[key, specs]
+
+    def _inheriting(self, key: Any) -> Exchange:
+        """For a new slot: what others hold back of its variables, as when some are frozen or unfrozen, moves there."""
+        exchange = self._make_exchange()
+        names = {id(v): name for name, v in self._variables_of(key)}
+        residual: dict[str, Any] = {}
+        latest: dict[str, Any] = {"step": 0}
+        for old_key, slot in self.slots.items():
+            state = slot.exchange.state()
+            named = {name: names[id(v)] for name, v in self._variables_of(old_key) if id(v) in names}
+            if named and state.get("residual"):
+                latest = max(latest, state, key=lambda s: s["step"])
+                for old_name, name in named.items():
+                    part = state["residual"][old_name]
+                    residual[name] = part.copy()
+                    part[...] = 0
+        if residual:
+            zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in key[1]}
+            here = {"rank": 0, "residual": {**zeros, **residual}}  # whichever rank this is
+            exchange.load({**latest, **here}, 0, 1)
+        return exchange
+
+    def _variables_of(self, key: Any) -> list[tuple[str, Any]]:
+        """The variables of a slot, with their names in its layout."""
+        trained = next((trained for trained in self._trained.values() if trained.slot == key), None)
+        pairs = zip(key[1], trained.variables, strict=True) if trained else ()
+        return [(spec.name, v()) for spec, v in pairs if v() is not None]
 
     def step(
         self,
@@ -263,15 +290,9 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     # How it is done
 
     def _digests(self, key: Any) -> dict[str, int]:
-        """Digests of the variables of a slot, by the names in its layout."""
-        digests = {}
-        for trained in self._trained.values():
-            if trained.slot == key:
-                for spec, variable in zip(key[1], trained.variables, strict=True):
-                    value = variable()
-                    if value is not None:
-                        digests[spec.name] = crc32(np.ascontiguousarray(value.numpy()).data.cast("B"))
-        return digests
+        """Digests of the variables of a slot, by their names in its layout."""
+        pairs = self._variables_of(key)
+        return {name: crc32(np.ascontiguousarray(v.numpy()).data.cast("B")) for name, v in pairs}
 
     def _exchanges(self) -> list[Exchange]:
         return [slot.exchange for slot in self.slots.values()] + self._waiting

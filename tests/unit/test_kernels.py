@@ -318,7 +318,7 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
 def test_round_to_float16_is_nearest_and_its_sum_over_the_ranks_is_finite(backend, dtype, data, ranks):
     x = data.draw(vectors(dtype))
     side = on(backend)
-    rounded = to_numpy(side.kernels.round_to(side.array(x), "float16", ranks, 1.0))
+    rounded = to_numpy(side.kernels.round_to(side.array(x), "float16", ranks))
     assert rounded.dtype == np.float16
     small = abs(x) < 30_000 / ranks
     assert np.array_equal(rounded[small], x[small].astype(np.float16))

@@ -44,7 +44,7 @@ def test_each_gradient_has_its_effect_at_the_learning_rate_of_its_own_step(backe
         known = counted > 0
         came += spread(layout, rates) * vectors.mean(axis=0)
         magnitude += counted * abs(vectors).mean(axis=0)
-        went += counted * outcome.applied[0]
+        went += spread(layout, rates) * outcome.applied[0]
         if not known.all():
             return
         held_back = counted * world.residuals().astype(np.float64).mean(axis=0)

@@ -146,9 +146,9 @@ def from_bfloat16(bits: torch.Tensor, dtype: str) -> torch.Tensor:
     return bits.view(torch.bfloat16).to(_dtype(dtype))
 
 
-def round_to(values: torch.Tensor, dtype: str, world_size: int, unit: float) -> torch.Tensor:
-    limit = min(torch.finfo(_dtype(dtype)).max / 2 / world_size * unit, torch.finfo(values.dtype).max)
-    return (values.clamp(-limit, limit) / unit).to(_dtype(dtype))
+def round_to(values: torch.Tensor, dtype: str, world_size: int) -> torch.Tensor:
+    limit = torch.finfo(_dtype(dtype)).max / 2 / world_size
+    return values.clamp(-limit, limit).to(_dtype(dtype))
 
 
 def sign_sums(x: torch.Tensor, layout: FlatLayout) -> Any:

@@ -433,10 +433,10 @@ def bytes_as(x: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
     return np.frombuffer(x, dtype)  # which need not be aligned
 
 
-def round_to(values: Values, dtype: str, world_size: int, unit: float) -> Values:
-    """`values` / `unit` in a narrower `dtype`, clipped so that the sum over the ranks stays finite, however rounded."""
-    limit = min(float(np.finfo(dtype).max) / 2 / world_size * unit, float(np.finfo(values.dtype).max))
-    return (values.clip(-limit, limit) / unit).astype(dtype)
+def round_to(values: Values, dtype: str, world_size: int) -> Values:
+    """`values` in a narrower `dtype`, clipped so that their sum over the ranks stays finite, however it is rounded."""
+    limit = float(np.finfo(dtype).max) / 2 / world_size
+    return values.clip(-limit, limit).astype(dtype)
 
 
 def to_bfloat16(values: Values) -> NDArray[np.uint16]:
