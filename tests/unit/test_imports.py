@@ -114,6 +114,18 @@ def test_core_steps_on_numpy_arrays_where_no_framework_is_installed():
     assert python(code).splitlines() == [str([0.0] * 6 + [6.0, 7.0]), str([float(i) for i in range(8)])]
 
 
+def test_core_steps_where_numba_finds_no_directory_for_its_cache():
+    code = """
+        import numpy as np
+        from numba.core import caching
+        caching.CacheImpl._locator_classes = []
+        from horovod_sparse.core import A2SGD, FlatLayout, virtual
+        (update,), _ = virtual.run([A2SGD(FlatLayout.flat(3)).step([np.ones(3, "float32")], 0, 1)])
+        print(update.gradient[0].tolist())
+    """
+    assert python(code).strip() == str([1.0] * 3)
+
+
 @front_ends
 def test_missing_framework_is_an_import_error_that_tells_to_install_it(module, framework):
     message = import_error(module, f"sys.modules['{module}'] = None")

@@ -1,10 +1,12 @@
 """Bad settings are refused at construction."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from horovod_sparse.core import A2SGD, QSGD, FlatLayout, MiCRO, TopK, a2sgd, micro, qsgd
-from horovod_sparse.core.exchange import MiCROExchange, TopKExchange
+from horovod_sparse.core import A2SGD, QSGD, FlatLayout, MiCRO, TopK, WarmUp, a2sgd, micro, qsgd
+from horovod_sparse.core.exchange import A2SGDExchange, MiCROExchange, QSGDExchange, TopKExchange
 
 LAYOUT = FlatLayout.flat(10)
 
@@ -64,6 +66,38 @@ def test_bits_other_than_2_4_and_8_are_refused(bits):
 @pytest.mark.parametrize("make", [lambda f: MiCROExchange(0.1, "adaptive", None, f), lambda f: TopKExchange(0.1, f)])
 def test_follow_learning_rate_other_than_true_false_and_none_is_refused(make, follow):
     assert "SGD" in refusal(lambda: make(follow), "follow_learning_rate", follow)
+
+
+@pytest.mark.parametrize("schedule", [0.5, 100, "warm-up", (1, 0.1), {"steps": 5}])
+@pytest.mark.parametrize("make", [partial(MiCROExchange, 0.1, "adaptive", None), partial(TopKExchange, 0.1)])
+def test_schedule_that_is_neither_a_warm_up_nor_a_function_is_refused(make, schedule):
+    assert "WarmUp(steps)" in refusal(lambda: make(density_schedule=schedule), "density_schedule", schedule)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "10", True, None, float("nan")])
+def test_warm_up_of_no_steps_is_refused(steps):
+    assert ">= 1" in refusal(lambda: WarmUp(steps), "WarmUp", steps)
+
+
+def test_warm_up_goes_evenly_in_the_logarithm_of_the_density():
+    densities = [WarmUp(4).density(step, 0.0001) for step in range(7)]
+    assert densities == pytest.approx([1, 0.1, 0.01, 0.001, 0.0001, 0.0001, 0.0001])
+
+
+@pytest.mark.parametrize("verify_every", [0, -5, 1.5, 2.0, True, False, "100", float("nan")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(MiCROExchange, 0.1, "adaptive", None),
+        partial(TopKExchange, 0.1),
+        partial(A2SGDExchange, "model", 100),
+        partial(QSGDExchange, 4),
+    ],
+)
+def test_verify_every_that_is_not_a_positive_whole_number_is_refused(make, verify_every):
+    text = refusal(lambda: make(verify_every=verify_every), "verify_every", verify_every)
+    assert ">= 1" in text
+    assert "None" in text
 
 
 @pytest.mark.parametrize("density", [1, 1.0, 1e-9, np.float32(0.5), np.float64(0.01)])

@@ -50,7 +50,20 @@ thread_count: Callable[[], int] = default_thread_count
 """How many threads the kernels may use; a front end puts its framework's own number here."""
 
 
-@njit(cache=True)
+def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """numba's `njit`, with a cache on disk where numba finds a directory for it."""
+
+    def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            compiled: Callable[..., Any] = njit(cache=True, **options)(function)
+        except RuntimeError:
+            compiled = njit(**options)(function)
+        return compiled
+
+    return compile
+
+
+@_compiled()
 def _address(array):  # type: ignore[no-untyped-def]
     """Where the array's memory begins: compiled, since numpy takes longer to tell than for a short loop."""
     return array.ctypes.data
@@ -155,7 +168,7 @@ def _as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
     return types.voidptr(address), generate
 
 
-@njit(cache=True, nogil=True, inline="always")
+@_compiled(nogil=True, inline="always")
 def _piece(i, start, stop, addresses, offsets, like):  # type: ignore[no-untyped-def]
     """The elements `start` to `stop` that lie in the i-th array, and where they begin in the flat vector."""
     low, high = max(start, offsets[i]), max(min(stop, offsets[i + 1]), start, offsets[i])
@@ -163,7 +176,7 @@ def _piece(i, start, stop, addresses, offsets, like):  # type: ignore[no-untyped
     return carray(pointer, (high - low,), like.dtype), low
 
 
-@njit(cache=True, nogil=True, inline="always")
+@_compiled(nogil=True, inline="always")
 def _pieces(start, stop, offsets):  # type: ignore[no-untyped-def]
     """The numbers of the arrays in which the elements `start` to `stop` lie."""
     first = np.searchsorted(offsets, start, side="right") - 1
@@ -171,7 +184,7 @@ def _pieces(start, stop, offsets):  # type: ignore[no-untyped-def]
 
 
 # The sums may be reordered ("reassoc") for the compiler to vectorise them; NaN and infinity keep their meaning.
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@_compiled(nogil=True, fastmath={"reassoc"})
 def _add_to(gradient, weight, residual, scale):  # type: ignore[no-untyped-def]
     zero = gradient.dtype.type(0)
     total = zero
@@ -181,7 +194,7 @@ def _add_to(gradient, weight, residual, scale):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@_compiled(nogil=True, fastmath={"reassoc"})
 def _add(gradient, weight, residual, scale, out):  # type: ignore[no-untyped-def]
     zero = gradient.dtype.type(0)
     total = zero
@@ -191,7 +204,7 @@ def _add(gradient, weight, residual, scale, out):  # type: ignore[no-untyped-def
     return total
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _accumulate(start, stop, weights, scales, gradients, residuals, outs, offsets, like):  # type: ignore[no-untyped-def]
     total = like.dtype.type(0)
     for i in _pieces(start, stop, offsets):
@@ -226,7 +239,7 @@ def accumulate(
     return result, float(sum(totals))
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@_compiled(nogil=True, fastmath={"reassoc"})
 def _nan_unless_finite(x):  # type: ignore[no-untyped-def]
     zero = x.dtype.type(0)
     total = zero
@@ -240,7 +253,7 @@ def all_finite(x: Values) -> bool:
     return not np.isnan(_nan_unless_finite(x))
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _select_from(x, threshold, first, out, count):  # type: ignore[no-untyped-def]
     mask = np.empty(CHUNK, np.uint8)
     words = mask.view(np.uint64)
@@ -260,7 +273,7 @@ def _select_from(x, threshold, first, out, count):  # type: ignore[no-untyped-de
     return count
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _add_to_histogram(start, stop, step, magnitudes, histogram, addresses, offsets, like):  # type: ignore[no-untyped-def]
     """Returns how many elements it has looked at: of each `step`, a line."""
     reached = np.empty(LINE + 1, np.int64)
@@ -291,7 +304,7 @@ def count_at_least(x: FlatVector, part: Partition, magnitudes: NDArray[np.float6
     return histogram[::-1].cumsum()[::-1] * ((part.stop - part.start) / seen)
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _select(start, stop, begin, threshold, out, addresses, offsets, like):  # type: ignore[no-untyped-def]
     count = 0
     for i in _pieces(begin + start, begin + stop, offsets):
@@ -325,7 +338,7 @@ def _prefetch(typing_context, address):  # type: ignore[no-untyped-def]
     return types.void(address), generate
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _take(start, stop, indices, values, addresses, offsets, like):  # type: ignore[no-untyped-def]
     zero = like.dtype.type(0)
     for i in _pieces(indices[start], indices[stop - 1] + 1, offsets):
@@ -360,7 +373,7 @@ def put(x: FlatVector, indices: Indices | None, values: Values | float) -> None:
         array[place] = values[start:stop] if isinstance(values, np.ndarray) else values
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _write_sparse(start, stop, indices, values, addresses, offsets, like):  # type: ignore[no-untyped-def]
     k = np.searchsorted(indices, start)
     for i in _pieces(start, stop, offsets):
@@ -381,7 +394,7 @@ def write_sparse(x: FlatVector, indices: Indices | None, values: Values) -> None
         _in_threads(_write_sparse, x.numel, indices, values, *x.loop_arguments)
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _encode_gaps(indices, start, largest, out):  # type: ignore[no-untyped-def]
     count = 0
     for index in indices:
@@ -404,7 +417,7 @@ def encode_gaps(indices: Indices, start: int, dtype: str) -> NDArray[np.uint8]:
     return bytes_of(codes[: _encode_gaps(indices, start, largest, codes)])
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _decode_gaps(codes, start, largest, out):  # type: ignore[no-untyped-def]
     count = 0
     for code in codes:
@@ -450,7 +463,7 @@ def from_bfloat16(bits: NDArray[Any], dtype: str) -> Values:
     return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(dtype)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@_compiled(nogil=True, fastmath={"reassoc"})
 def _sign_sums_of(x):  # type: ignore[no-untyped-def]
     zero = x.dtype.type(0)
     positive = negative = 0.0
@@ -464,7 +477,7 @@ def _sign_sums_of(x):  # type: ignore[no-untyped-def]
     return positive, positives, negative, negatives
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _sign_sums(start, stop, addresses, offsets, like):  # type: ignore[no-untyped-def]
     sums = np.zeros((offsets.size - 1, 4))
     for i in _pieces(start, stop, offsets):
@@ -479,19 +492,19 @@ def sign_sums(x: FlatVector, layout: FlatLayout) -> NDArray[np.float64]:
     return sums
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _shift_in_place(x, up, down):  # type: ignore[no-untyped-def]
     for i in range(x.size):
         x[i] += up if x[i] >= 0 else down
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _shift(x, up, down, out):  # type: ignore[no-untyped-def]
     for i in range(x.size):
         out[i] = x[i] + (up if x[i] >= 0 else down)
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _shift_by_sign(start, stop, shifts, outs, addresses, offsets, like):  # type: ignore[no-untyped-def]
     for i in _pieces(start, stop, offsets):
         x, _ = _piece(i, start, stop, addresses, offsets, like)
@@ -551,7 +564,7 @@ def sum_by_index(indices: Sequence[Indices], values: Sequence[Values]) -> tuple[
 # QSGD
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@_compiled(nogil=True, fastmath={"reassoc"})
 def _sum_of_squares(x):  # type: ignore[no-untyped-def]
     total = 0.0
     for i in range(x.size):
@@ -559,7 +572,7 @@ def _sum_of_squares(x):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _round_at_random(x, norm, levels, first, key0, key1, codes):  # type: ignore[no-untyped-def]
     """codes = levels + |x| / norm * levels, with the sign of x, rounded up or down."""
     one, most, step = x.dtype.type(1), x.dtype.type(levels), x.dtype.type(2.0**-24)
@@ -576,7 +589,7 @@ def _round_at_random(x, norm, levels, first, key0, key1, codes):  # type: ignore
         codes[i] = np.uint8(levels + level if x[i] >= 0 else levels - level)
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _pack(codes, bits, out):  # type: ignore[no-untyped-def]
     if bits == 8:
         out[:] = codes[: out.size]
@@ -590,7 +603,7 @@ def _pack(codes, bits, out):  # type: ignore[no-untyped-def]
             out[i] = np.uint8(fours[i] | fours[i] >> 6 | fours[i] >> 12 | fours[i] >> 18)
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _unpack(packed, bits, codes):  # type: ignore[no-untyped-def]
     if bits == 8:
         codes[: packed.size] = packed
@@ -606,7 +619,7 @@ def _unpack(packed, bits, codes):  # type: ignore[no-untyped-def]
             fours[i] = (byte | byte << 6 | byte << 12 | byte << 18) & np.uint32(0x03030303)
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _quantise(start, stop, size, bits, key, norms, out, addresses, offsets, like):  # type: ignore[no-untyped-def]
     levels = 2 ** (bits - 1) - 1
     bucket = np.empty(size, like.dtype)
@@ -640,7 +653,7 @@ def quantise(x: FlatVector, bits: int, bucket_size: int, key: NDArray[np.uint32]
     return message, _nan_unless_finite(norms)
 
 
-@njit(cache=True, nogil=True)
+@_compiled(nogil=True)
 def _dequantised_mean(start, stop, size, bits, norms, messages, outs, offsets, like):  # type: ignore[no-untyped-def]
     levels = like.dtype.type(2 ** (bits - 1) - 1)
     total = np.empty(size, like.dtype)
