@@ -165,60 +165,65 @@ class Exchange:
         arrays = [gradient[spec] for spec in specs]
         memory = out and [out[spec] for spec in specs]
         self.place = (rank, world_size)
-        if self.algorithm is None:
-            self._begin(FlatLayout(specs), arrays)
-        else:
-            difference = first_difference(specs, self.algorithm.layout.tensors)
-            if difference and set(specs).issuperset(self.algorithm.layout.tensors):
-                self._extend(FlatLayout(specs), arrays)
-            elif difference:
-                self.note(
-                    f"the model has {difference[0]} where it had {difference[1]} in the steps before. If it was "
-                    "changed on purpose, call reset() on the compressor of every rank"
-                )
+        self._check_tensors(specs, arrays)
         kernels = kernels_for(arrays[0])
         algorithm = self.algorithm  # this step's, even if the state is reset before the step has ended
         self._prepare(algorithm)
         method_step = algorithm.step(arrays, rank, world_size, memory, **self._units(specs, rates, loss_scale))
-        request: Array | None = None
         size, dtype = (self._outgrown or algorithm).first_round
-        if not self.something_to_say:
-            request = next(method_step).array
+        request = None if self.something_to_say else next(method_step).array
         subject = (algorithm.layout.tensors, self._state_notes(algorithm), self.circumstances, self.order)
         flags = [self.something_to_say, self._wants_to_talk(algorithm)]
-        head = [1, *flags, *fingerprint(subject, world_size)]
-        first = kernels.numbers(head, arrays[0], dtype)
-        answer = yield Allreduce(
-            kernels.join([first, kernels.numbers([0] * size, first, dtype) if request is None else request])
-        )
+        head = kernels.numbers([1, *flags, *fingerprint(subject, world_size)], arrays[0], dtype)
+        body = kernels.numbers([0] * size, arrays[0], dtype) if request is None else request
+        answer = yield Allreduce(kernels.join([head, body]))
         present, urgent, other, *fingerprints = answer[: len(head)].tolist()
         answer = answer[len(head) :]
         agreed = all_the_same(fingerprints, round(present), world_size)
-        if present < world_size - 0.5:
+        joined = present < world_size - 0.5
+        if joined:
             if urgent or not agreed:
                 check_present(present, world_size, "the others have to compare notes, for a first step or an error")
             self._leads = True
             answer = self._without_joined(algorithm, answer, present / world_size)
         elif urgent or other or not agreed:
-            try:
-                all_notes = yield from agree({**self._notes(specs, algorithm), "leads": self._leads})
-            except RuntimeError:
-                self.algorithm = self._outgrown or self.algorithm
-                raise
-            finally:
-                self._outgrown = None
-            if not agreed and not urgent and not any(n["leads"] for n in all_notes):
-                raise RuntimeError(
-                    "the ranks disagree: they reduce their models in another order. Run the same program on all ranks"
-                )
-            if self.algorithm is algorithm:
-                self.something_to_say = self._leads = False
-                self._loaded = None
-                self._heed(all_notes)
+            yield from self._talk(specs, algorithm, differ=not (agreed or urgent))
             answer = yield next(method_step) if request is None else Allreduce(request)
         update: Update | None = yield from continued(method_step, answer)
-        self.stats = self._make_stats(algorithm, update, joined=present < world_size - 0.5)
+        self.stats = self._make_stats(algorithm, update, joined)
         return update
+
+    def _talk(self, specs: Sequence[TensorSpec], algorithm: Any, differ: bool) -> Step[None]:
+        """Compare notes, and act on them; `differ`: the fingerprints do, and nobody has said why."""
+        try:
+            all_notes = yield from agree({**self._notes(specs, algorithm), "leads": self._leads})
+        except RuntimeError:
+            self.algorithm = self._outgrown or self.algorithm
+            raise
+        finally:
+            self._outgrown = None
+        if differ and not any(notes["leads"] for notes in all_notes):
+            raise RuntimeError(
+                "the ranks disagree: they reduce their models in another order. Run the same program on all ranks"
+            )
+        if self.algorithm is algorithm:  # else the state was reset in the meantime
+            self.something_to_say = self._leads = False
+            self._loaded = None
+            self._heed(all_notes)
+
+    def _check_tensors(self, specs: Sequence[TensorSpec], arrays: Sequence[Array]) -> None:
+        """Make the algorithm in a first step; see whether the tensors are the same in a later one."""
+        if self.algorithm is None:
+            self._begin(FlatLayout(specs), arrays)
+            return
+        difference = first_difference(specs, self.algorithm.layout.tensors)
+        if difference and set(specs).issuperset(self.algorithm.layout.tensors):
+            self._extend(FlatLayout(specs), arrays)
+        elif difference:
+            self.note(
+                f"the model has {difference[0]} where it had {difference[1]} in the steps before. If it was changed on "
+                "purpose, call reset() on the compressor of every rank"
+            )
 
     def _begin(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
         self.algorithm = self._make_algorithm(layout)

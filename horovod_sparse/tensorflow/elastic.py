@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.common.elastic import ObjectState
-from horovod.tensorflow.elastic import run
-
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import tf_variable
 
+run = hvd.elastic.run
 
-class TensorFlowState(ObjectState):  # type: ignore[misc]
+
+class TensorFlowState(hvd.elastic.ObjectState):  # type: ignore[misc]
     """Variables, and other things.
 
     Args:
