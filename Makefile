@@ -36,7 +36,7 @@ check: set-up
 	$(bin)/mypy
 
 unit: set-up
-	$(bin)/python -m pytest tests/unit
+	$(bin)/python -m pytest tests/unit -n auto
 
 parallel: set-up
 	$(call parallel,2) tests/parallel_torch

@@ -20,7 +20,7 @@ setup(
     extras_require={
         "torch": ["torch>=2.0"],
         "tensorflow": ["tensorflow>=2.16"],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ml_dtypes", "ruff", "mypy"],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ml_dtypes", "ruff", "mypy"],
         "bench": ["torch>=2.0", "typer", "rich", "matplotlib", "scikit-learn", "mlxtend"],
     },
 )

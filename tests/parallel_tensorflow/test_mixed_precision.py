@@ -14,7 +14,7 @@ from training import LEGACY, MLP, batch, same_on_all_ranks
 
 import horovod_sparse.tensorflow as hvd
 
-pytestmark = [pytest.mark.laws, pytest.mark.keras]
+pytestmark = pytest.mark.keras
 SCALES = [2.0**10, 2.0**11, 2.0**4, 1.0, 2.0**16, 2.0**-3, 2.0**10]
 HOLDING_BACK = {
     "micro": hvd.MiCROCompressor,

@@ -15,7 +15,6 @@ from training import MLP, batch, keras_model, known_gradient, mean_over_ranks, s
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as keras_hvd
 
-pytestmark = pytest.mark.laws
 METHODS = {
     "micro": hvd.MiCROCompressor,
     "topk": hvd.TopKCompressor,
@@ -55,6 +54,7 @@ def variables() -> list[tf.Variable]:
     ]
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("make", HOLDING_BACK)
 def test_variables_that_are_unfrozen_and_frozen_in_mid_run(make: type) -> None:
     """Nothing is lost of any gradient, whichever variables are trained with it."""
@@ -123,6 +123,7 @@ def test_learning_rate_that_drops_a_hundredfold(make: type) -> None:
         np.testing.assert_allclose(start[i] - np.array(weights[i]), effect, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.laws
 @methods
 def test_two_models_in_two_threads(make: Callable[[], Any]) -> None:
     """Each with its own compressor; the threads run as they like, on each rank in another order."""
