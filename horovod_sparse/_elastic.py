@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from horovod.common.elastic import ObjectState, State
 
 
 class Follower(Protocol):
-    def commit(self) -> None:
-        """Save the state."""
+    def commit(self) -> Any:
+        """A copy of the state."""
 
-    def restore(self) -> None:
-        """Go back to what was saved; at least, to what was there when the elastic state was made."""
+    def restore(self, committed: Any) -> None:
+        """Go back to what `commit` returned; None: to how it was made."""
 
     def rejoin(self) -> None:
         """Horovod was shut down, and has begun anew: forget what was under way, and meet the other ranks again."""
@@ -28,21 +28,38 @@ class Follower(Protocol):
 
 followers: WeakSet[Any] = WeakSet()
 
+# What each elastic state has saved of each compressor.
+_committed: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
+
 
 def _then(cls: type, method: str, act: Callable[[Any], None]) -> None:
+    """Have a method do something more, with the elastic state whose method it is."""
     original = getattr(cls, method)
 
     @wraps(original)
     def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        for follower in tuple(followers):
-            act(follower)
+        act(self)
         return result
 
     setattr(cls, method, extended)
 
 
-_then(ObjectState, "__init__", lambda follower: follower.commit())
-_then(ObjectState, "save", lambda follower: follower.commit())
-_then(ObjectState, "restore", lambda follower: follower.restore())
-_then(State, "on_reset", lambda follower: follower.rejoin())
+def _commit(state: Any) -> None:
+    _committed[state] = WeakKeyDictionary({follower: follower.commit() for follower in tuple(followers)})
+
+
+def _restore(state: Any) -> None:
+    for follower in tuple(followers):
+        follower.restore(_committed.get(state, {}).get(follower))
+
+
+def _rejoin(state: Any) -> None:
+    for follower in tuple(followers):
+        follower.rejoin()
+
+
+_then(ObjectState, "__init__", _commit)
+_then(ObjectState, "save", _commit)
+_then(ObjectState, "restore", _restore)
+_then(State, "on_reset", _rejoin)

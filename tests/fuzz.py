@@ -474,7 +474,8 @@ class History:
             world[:] = [self._exchange() for _ in world]
             self._meet()
         for rank, exchange in enumerate(world):
-            exchange.load(states[rank], rank, self.n)
+            exchange.place = rank, self.n
+            exchange.load(states[rank])
         self._check_states()
 
     def _resized(self) -> None:
@@ -490,7 +491,8 @@ class History:
             self.rng.shuffle(states)  # type: ignore[arg-type]
             self.worlds[number] = [self._exchange() for _ in range(size)]
             for rank, exchange in enumerate(self.worlds[number]):
-                exchange.load(states, rank, size)
+                exchange.place = rank, size
+                exchange.load(states)
         self.n = size
         self._meet()
         counted = self.books.counted[0]
@@ -515,7 +517,8 @@ class History:
         for world in self.worlds:
             state = copy.deepcopy(world[0].state())
             for rank, exchange in enumerate(world):
-                exchange.load(state, rank, self.n)
+                exchange.place = rank, self.n
+                exchange.load(state)
         self.books.held[1:] = 0
         self.books.start()
 

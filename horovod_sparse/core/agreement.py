@@ -68,6 +68,10 @@ def _difference(first: Notes, other: Notes, ignore_state: bool) -> tuple[str, ob
     if first.get("density") != other.get("density"):
         remedy = "Give all ranks the same density_schedule."
         return f"the density of step {first['step']}", first["density"], other["density"], remedy
+    scales = first.get("loss_scale"), other.get("loss_scale")
+    if None not in scales and scales[0] != scales[1]:
+        remedy = "Give the scalers of all ranks the same settings, and let them see the same steps."
+        return "the loss scale", *scales, remedy
     ours, theirs = first.get("parameters") or {}, other.get("parameters") or {}
     for name in ours:
         if ours[name] != theirs.get(name):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 State = Mapping[str, Any]
 
 
-def merged(given: State | Sequence[State], method: str, rank: int, world_size: int) -> State:
-    """A copy of what a rank continues from.
+def merged(given: State | Sequence[State], rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank continues from.
 
     Given one state, that is its own, or another rank's: the latter for its step and threshold alone. The residual is
     left out, for it is of the gradients of that rank, which has it still; n copies would count n times.
@@ -19,15 +18,17 @@ def merged(given: State | Sequence[State], method: str, rank: int, world_size: i
     ranks `rank`, `rank` + `world_size`, and so on: over all ranks, the sum of the residuals is what it was.
 
     Raises:
-        ValueError: a state is not one of this method, or they are not those of all ranks, of the same model.
+        ValueError: they are not those of all ranks, of the same model.
     """
-    states = checked(given, method)
     place = {"rank": rank, "world_size": world_size}
     if isinstance(given, Mapping):
         own = given.get("rank", rank) == rank
-        return {**copy.deepcopy(given if own else without_residual(given)), **place}
+        return {**(given if own else without_residual(given)), **place}
+    states = given
+    if any(not isinstance(state.get("step"), int) for state in states):
+        raise ValueError("load_state_dict: there is a state without a step")
     if not any(state["step"] for state in states):  # saved before the first step
-        return {**copy.deepcopy(states[0]), **place}
+        return {**states[0], **place}
     states = sorted(states, key=lambda state: state.get("rank", 0))
     ranks = [state.get("rank", 0) for state in states]
     old_size = states[0].get("world_size", 1)
@@ -38,11 +39,20 @@ def merged(given: State | Sequence[State], method: str, rank: int, world_size: i
     same_step = all(state["step"] == latest["step"] for state in states) or any(state.get("leads") for state in states)
     if not same_step or any(residual.keys() != every[0].keys() for residual in every):
         raise ValueError("load_state_dict: the states are not of the same step of the same model")
-    result = {**copy.deepcopy(without_residual(latest)), **place}
+    result = {**without_residual(latest), **place}
     if every:
-        mine = [state["residual"] for state in states[rank::world_size] if state.get("residual")]
-        result["residual"] = {name: sum((part[name] for part in mine), start=0 * every[0][name]) for name in every[0]}
+        mine = [state for state in states[rank::world_size] if state.get("residual")]
+        result["residual"] = {
+            name: sum((_in_units_of(latest, state, name) for state in mine), start=0 * every[0][name])
+            for name in every[0]
+        }
     return result
+
+
+def _in_units_of(latest: State, state: State, name: str) -> Any:
+    """A part of the residual of one state, in those of the learning rate of another."""
+    old, new = (s.get("rates", {}).get(name, 0.0) for s in (state, latest))
+    return state["residual"][name] * (old / new if old > 0 and new > 0 else 1.0)
 
 
 def checked(given: object, method: str) -> list[State]:

@@ -12,15 +12,16 @@ dense ones. Who comes back takes over their step and threshold.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from horovod_sparse.core import a2sgd, micro, qsgd
+from horovod_sparse.core import a2sgd, micro, qsgd, virtual
 from horovod_sparse.core.a2sgd import A2SGD
 from horovod_sparse.core.agreement import Notes, agree, all_the_same, fingerprint
-from horovod_sparse.core.checkpoint import merged
+from horovod_sparse.core.checkpoint import State, checked, merged
 from horovod_sparse.core.collectives import Allreduce, Array
 from horovod_sparse.core.kernels import kernels_for
 from horovod_sparse.core.layout import FlatLayout, TensorSpec, first_difference
@@ -57,6 +58,7 @@ class Exchange:
         circumstances: what else a front end wants to be the same on all ranks, by name.
         order: which of several exchanges of like tensors this is; the same on all ranks.
         digests: returns a digest of each parameter, by name, for `verify_every`; None where they may differ.
+        place: this rank's number, and the number of ranks, as far as they are known before a step.
         stats: figures of the last step; None before the first.
 
     Args:
@@ -74,6 +76,7 @@ class Exchange:
         self.circumstances: Mapping[str, Any] = {}
         self.order = 0
         self.digests: Callable[[], dict[str, int]] | None = None
+        self.place = (0, 1)
         self.reset()
 
     def reset(self) -> None:
@@ -81,11 +84,11 @@ class Exchange:
         self.stats: StepStats | None = None
         self.algorithm: Any = None
         self.problem: str | None = None
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: State | Sequence[State] | None = None
         self._leads = False  # what this rank knows of the state, others have missed
         self._outgrown: Any = None  # the algorithm before more tensors came, as long as not all ranks know of them
-        self.place = (0, 1)
         self.something_to_say = True
+        self._loss_scale: float | None = 1.0
 
     def note(self, problem: str) -> None:
         """Keep what is wrong until all ranks meet: an error on one rank alone would leave the others waiting."""
@@ -101,12 +104,12 @@ class Exchange:
     def state(self) -> dict[str, Any]:
         """This rank's state as arrays, numbers and strings."""
         if self.algorithm is None:
-            return dict(self._loaded) if self._loaded else {"method": self.method, "step": 0}
+            return merged(self._loaded, *self.place) if self._loaded else {"method": self.method, "step": 0}
         rank, world_size = self.place
         where = {"rank": rank, "world_size": world_size, "leads": self._leads}
         return {"method": self.method, "step": self.algorithm.t, **where, **self._save()}
 
-    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
+    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, or from those of all ranks of another world: see `checkpoint.merged`; on all ranks.
 
         The next step finds out whether it fits the model: if it does not, all ranks raise the same error.
@@ -114,20 +117,26 @@ class Exchange:
         Raises:
             ValueError: the state is not one of this method, or those of all ranks are not complete.
         """
-        state = merged(state, self.method, rank, world_size)
+        checked(state, self.method)
+        leads = merged(state, *self.place).get("leads")  # saved before those that had joined were back
         self.reset()
-        self._loaded = state
-        self._leads = bool(state.get("leads"))  # saved before those that had joined were back
+        self._loaded = copy.deepcopy(state)
+        self._leads = bool(leads)
 
-    def release(self) -> Mapping[str, Array]:
-        """What is held back, by tensor, which is forgotten: for a rank that is alone, and applies it by itself."""
-        state = self.state()
-        residual: Mapping[str, Array] = state.get("residual", {})
-        if residual:
-            if self.algorithm is not None:
-                self.algorithm.residual.vector = None
-            self._loaded = self._loaded and {**self._loaded, "residual": {}}
-        return residual
+    @property
+    def holds_back(self) -> bool:
+        """Whether there may be something that was not sent."""
+        return False
+
+    def alone(
+        self,
+        gradient: Mapping[TensorSpec, Array],
+        out: Mapping[TensorSpec, Array] | None = None,
+        rates: Mapping[TensorSpec, float] | None = None,
+        loss_scale: float = 1.0,
+    ) -> Update | None:
+        """The step of a rank that is the only one left, or has loaded a state: all that is held back is applied."""
+        raise NotImplementedError
 
     def meet(self, specs: Sequence[TensorSpec]) -> Step[None]:
         """Before the first step: do all ranks have the same settings, and train the same tensors?
@@ -144,7 +153,7 @@ class Exchange:
         world_size: int,
         out: Mapping[TensorSpec, Array] | None = None,
         rates: Mapping[TensorSpec, float] | None = None,
-        loss_scale: float = 1.0,
+        loss_scale: float | None = 1.0,
     ) -> Step[Update | None]:
         """One step on one rank.
 
@@ -153,7 +162,7 @@ class Exchange:
             rank, world_size: this rank's number, and the number of ranks.
             out: memory for as many elements, which is the step's from now on; see `MiCRO.step`.
             rates: the learning rates, if what is held back is to follow them.
-            loss_scale: by what the loss was multiplied.
+            loss_scale: by what the loss was multiplied; None if this rank cannot know, for it has no gradients.
 
         Returns:
             The update, its tensors sorted; None if the gradient of some rank was not finite.
@@ -168,8 +177,9 @@ class Exchange:
         self._check_tensors(specs, arrays)
         kernels = kernels_for(arrays[0])
         algorithm = self.algorithm  # this step's, even if the state is reset before the step has ended
+        self._loss_scale = loss_scale
         self._prepare(algorithm)
-        method_step = algorithm.step(arrays, rank, world_size, memory, **self._units(specs, rates, loss_scale))
+        method_step = algorithm.step(arrays, rank, world_size, memory, **self._units(specs, rates))
         size, dtype = (self._outgrown or algorithm).first_round
         request = None if self.something_to_say else next(method_step).array
         subject = (algorithm.layout.tensors, self._state_notes(algorithm), self.circumstances, self.order)
@@ -183,6 +193,7 @@ class Exchange:
         joined = present < world_size - 0.5
         if joined:
             if urgent or not agreed:
+                self._shrink()
                 check_present(present, world_size, "the others have to compare notes, for a first step or an error")
             self._leads = True
             answer = self._without_joined(algorithm, answer, present / world_size)
@@ -198,11 +209,11 @@ class Exchange:
         try:
             all_notes = yield from agree({**self._notes(specs, algorithm), "leads": self._leads})
         except RuntimeError:
-            self.algorithm = self._outgrown or self.algorithm
+            self._shrink()
             raise
-        finally:
-            self._outgrown = None
-        if differ and not any(notes["leads"] for notes in all_notes):
+        self._outgrown = None
+        excused = any(notes["leads"] for notes in all_notes) or len({n.get("loss_scale") for n in all_notes}) > 1
+        if differ and not excused:
             raise RuntimeError(
                 "the ranks disagree: they reduce their models in another order. Run the same program on all ranks"
             )
@@ -229,10 +240,13 @@ class Exchange:
         self.algorithm = self._make_algorithm(layout)
         if self._loaded:
             try:
-                self.algorithm.t = int(self._loaded["step"])
-                self._restore(self._loaded, arrays)
-            except (ValueError, TypeError, LookupError, AttributeError) as error:
-                self.note(f"the loaded state does not fit: {error}")
+                state = merged(self._loaded, *self.place)
+                self.algorithm.t = int(state["step"])
+                if self.algorithm.t < 0:
+                    raise ValueError(f"its step is {self.algorithm.t}")
+                self._restore(state, arrays)
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+                self.note(f"the loaded state does not fit: {error}. Load one of this model, or call reset()")
 
     def _extend(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
         """More tensors are trained from now on; whether on all ranks, is for all to see.
@@ -247,6 +261,10 @@ class Exchange:
         self._outgrown = self.algorithm
         self.something_to_say = True
         self._begin(layout, arrays)
+
+    def _shrink(self) -> None:
+        """Not all ranks know of more tensors: back to those so far."""
+        self.algorithm, self._outgrown = self._outgrown or self.algorithm, None
 
     def _wants_to_talk(self, algorithm: Any) -> bool:
         """Whether there is something to say that can wait until all ranks are there."""
@@ -276,10 +294,8 @@ class Exchange:
     def _prepare(self, algorithm: Any) -> None:
         """Called before each step, and once more if another rank's step was taken over."""
 
-    def _units(
-        self, specs: Sequence[TensorSpec], rates: Mapping[TensorSpec, float] | None, loss_scale: float
-    ) -> dict[str, Any]:
-        """What the method's step needs to know of the gradients' units."""
+    def _units(self, specs: Sequence[TensorSpec], rates: Mapping[TensorSpec, float] | None) -> dict[str, Any]:
+        """What the method's step needs to know of the gradients' units, besides the loss scale."""
         return {}
 
     def _without_joined(self, algorithm: Any, answer: Array, share: float) -> Array:
@@ -382,17 +398,36 @@ class ResidualExchange(Exchange):
             density = density_of(self._schedule, algorithm.t, self.settings["density"])
             check_density(density)
         except Exception as error:  # a function of the user's
-            self.note(f"density_schedule, for step {algorithm.t}: {error or repr(error)}")
+            self.note(f"density_schedule, for step {algorithm.t}: {str(error) or repr(error)}")
         else:
             algorithm.density = float(density)
+        algorithm.loss_scale = self._loss_scale or 1.0
 
-    def _units(
-        self, specs: Sequence[TensorSpec], rates: Mapping[TensorSpec, float] | None, loss_scale: float
-    ) -> dict[str, Any]:
-        return {"rates": rates and [rates[spec] for spec in specs], "loss_scale": loss_scale}
+    @property
+    def holds_back(self) -> bool:
+        if self.algorithm is None:
+            return bool(self.state().get("residual"))
+        return self.algorithm.residual.vector is not None
+
+    def alone(
+        self,
+        gradient: Mapping[TensorSpec, Array],
+        out: Mapping[TensorSpec, Array] | None = None,
+        rates: Mapping[TensorSpec, float] | None = None,
+        loss_scale: float = 1.0,
+    ) -> Update | None:
+        self.flush()
+        (update,), _ = virtual.run([self.step(gradient, 0, 1, out, rates, loss_scale)])
+        if update and (rates is None or all(rates.values())):  # else there may be tensors at rest
+            self.algorithm.residual.vector = None
+        self.stats = None
+        return update
+
+    def _units(self, specs: Sequence[TensorSpec], rates: Mapping[TensorSpec, float] | None) -> dict[str, Any]:
+        return {"rates": rates and [rates[spec] for spec in specs]}
 
     def _state_notes(self, algorithm: MiCRO | TopK) -> Notes:
-        return {**super()._state_notes(algorithm), "density": algorithm.density}
+        return {**super()._state_notes(algorithm), "density": algorithm.density, "loss_scale": self._loss_scale}
 
     def _notes(self, specs: Sequence[TensorSpec], algorithm: Any) -> Notes:
         return {**super()._notes(specs, algorithm), "flush": self._flush}
@@ -402,6 +437,9 @@ class ResidualExchange(Exchange):
         super()._extend(layout, arrays)
 
     def _heed(self, all_notes: list[Notes]) -> None:
+        # A rank without gradients learns from the others by what they are multiplied.
+        self._loss_scale = next((notes["loss_scale"] for notes in all_notes if notes["loss_scale"]), None)
+        self._prepare(self.algorithm)
         super()._heed(all_notes)
         if any(notes["flush"] for notes in all_notes):
             self.algorithm.dense = True
@@ -474,7 +512,8 @@ class MiCROExchange(ResidualExchange):
 
     def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None, joined: bool) -> StepStats:
         stats = super()._make_stats(algorithm, update, joined)
-        return stats if update else stats._replace(threshold=self.algorithm.estimator.threshold)
+        estimator = algorithm.estimator  # type: ignore[union-attr]
+        return stats if update else stats._replace(threshold=estimator.threshold)
 
     def _save(self) -> dict[str, Any]:
         return {"threshold": self.algorithm.estimator.state(), **super()._save()}

@@ -53,6 +53,8 @@ class MiCRO:
         )
         self.residual = Residual(layout)
         self.t = 0
+        self.loss_scale = 1.0
+        """By what the loss of the next step is multiplied, and so its gradient, and its update."""
         self.dense = False
         """Set on all ranks, it makes the next step send everything, unrounded, by allreduce; that step clears it."""
 
@@ -73,7 +75,6 @@ class MiCRO:
         world_size: int,
         out: list[Array] | None = None,
         rates: list[float] | None = None,
-        loss_scale: float = 1.0,
     ) -> Step[Update | None]:
         """One step on one rank (MiCRO, algorithm 1).
 
@@ -87,14 +88,13 @@ class MiCRO:
             out: memory for as many elements, in the layout's dtype, which is the step's from now on; it may be that of
                 `gradient`. None: new memory; `gradient` is not modified.
             rates: the learning rate of each tensor, for what is held back to follow: see `Residual`. None: it does not.
-            loss_scale: by what the loss was multiplied: `gradient` is so many times too large, and so is the update.
 
         Returns:
             The mean update, the same on all ranks; None if the gradient of some rank was not finite.
         """
         kernels = kernels_for(gradient[0])
         layout, k = self.layout, self.k
-        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates, loss_scale)
+        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates, self.loss_scale)
 
         # Is acc_i finite on all ranks, and how many elements reach the magnitudes that the estimator asks for?
         owned = owned_partition(layout.numel, world_size, rank, self.t)
@@ -135,7 +135,7 @@ class MiCRO:
         if rounding is not None:
             kernels.put(acc, indices, rounding)
         self.residual.put_back(at_rest)
-        kernels.write_sparse(update, indices, summed / (world_size / loss_scale))
+        kernels.write_sparse(update, indices, summed / (world_size / self.loss_scale))
         self.dense = False
         return Update(kernels.split(update, layout), indices, threshold)
 

@@ -34,6 +34,8 @@ class TopK:
         self.density = density
         self.residual = Residual(layout)
         self.t = 0
+        self.loss_scale = 1.0
+        """By what the loss of the next step is multiplied, and so its gradient, and its update."""
         self.dense = False
         """Set on all ranks, it makes the next step send everything, by allreduce; that step clears it."""
 
@@ -54,7 +56,6 @@ class TopK:
         world_size: int,
         out: list[Array] | None = None,
         rates: list[float] | None = None,
-        loss_scale: float = 1.0,
     ) -> Step[Update | None]:
         """One step on one rank.
 
@@ -68,14 +69,13 @@ class TopK:
             out: memory for as many elements, in the layout's dtype, which is the step's from now on; it may be that of
                 `gradient`. None: new memory; `gradient` is not modified.
             rates: the learning rate of each tensor, for what is held back to follow: see `Residual`. None: it does not.
-            loss_scale: by what the loss was multiplied: `gradient` is so many times too large, and so is the update.
 
         Returns:
             The mean update, the same on all ranks; None if the gradient of some rank was not finite.
         """
         kernels = kernels_for(gradient[0])
         layout, k = self.layout, self.k
-        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates, loss_scale)
+        acc, nan_unless_finite = self.residual.accumulated(gradient, out, rates, self.loss_scale)
         flag = yield Allreduce(kernels.numbers([nan_unless_finite], gradient[0], FLAG_DTYPE))
         self.t += 1
         if not kernels.all_finite(flag):
@@ -98,7 +98,7 @@ class TopK:
         self.residual.put_back(at_rest)
         if own is None:
             self.dense = False
-            kernels.write_sparse(update, None, summed / (world_size / loss_scale))
+            kernels.write_sparse(update, None, summed / (world_size / self.loss_scale))
             return Update(kernels.split(update, layout), None, threshold)
         all_indices, all_values = [], []
         begin = 0
@@ -109,5 +109,5 @@ class TopK:
             all_values.append(kernels.bytes_as(messages[middle:end], layout.dtype))
             begin = end
         indices, summed = kernels.sum_by_index(all_indices, all_values)
-        kernels.write_sparse(update, indices, summed / (world_size / loss_scale))
+        kernels.write_sparse(update, indices, summed / (world_size / self.loss_scale))
         return Update(kernels.split(update, layout), indices, threshold)

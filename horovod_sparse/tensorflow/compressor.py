@@ -91,10 +91,10 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._met: set[Any] = set()  # the process sets whose ranks are known to have the same settings
         self._process_set: Any = hvd.global_process_set  # the last one
         self._warned: set[str] = set()
+        self._last_slot: Any = None  # its key
         self._mortal: set[Any] = set()  # the slots' keys that are forgotten with their variables
         self.last: Reduction | None = None  # the last one that ran
         self._group: list[tuple[Any, Any]] = []
-        self.commit()
         _elastic.followers.add(self)
 
     # The public surface
@@ -149,7 +149,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as numpy arrays, numbers and strings."""
-        states = [exchange.state() for exchange in self._exchanges()]
+        states = [self._placed(exchange).state() for exchange in self._exchanges()]
         for state in states:
             if "residual" in state:
                 state["residual"] = {name: np.array(part) for name, part in state["residual"].items()}
@@ -168,15 +168,14 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         Raises:
             ValueError: it was not saved by a compressor of this method, or the list is not complete.
         """
-        place = self._process_set.rank(), self._process_set.size()
         given = checked(state, self._make_exchange().method)
         parts = [part.get("exchanges", [part]) for part in given]  # of several sets of tensors
         if len({len(of_rank) for of_rank in parts}) != 1:
             raise ValueError("load_state_dict: the states are not of the same model")
         loaded = []
         for of_ranks in zip(*parts, strict=True):
-            loaded.append(self._make_exchange())
-            loaded[-1].load(of_ranks[0] if isinstance(state, Mapping) else of_ranks, *place)
+            loaded.append(self._placed(self._make_exchange()))
+            loaded[-1].load(of_ranks[0] if isinstance(state, Mapping) else of_ranks)
         self._take(loaded)
 
     def _take(self, loaded: list[Exchange]) -> None:
@@ -196,20 +195,22 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     # What an elastic state has us do: see `_elastic`
 
-    def commit(self) -> None:
-        self._committed = [copy.deepcopy(exchange.state()) for exchange in self._exchanges()]
-        for state in self._committed:
+    def commit(self) -> list[dict[str, Any]]:
+        states = [copy.deepcopy(exchange.state()) for exchange in self._exchanges()]
+        for state in states:
             state.pop("rank", None)  # which may be another one after a reset
+        return states
 
-    def restore(self) -> None:
-        exchanges = [self._make_exchange() for _ in self._committed]
-        for exchange, state in zip(exchanges, self._committed, strict=True):
-            exchange.load(state, 0, 1)
+    def restore(self, committed: list[dict[str, Any]] | None) -> None:
+        exchanges = [self._make_exchange() for _ in committed or ()]
+        for exchange, state in zip(exchanges, committed or (), strict=True):
+            exchange.load(state)
         self._take(exchanges)
 
     def rejoin(self) -> None:
         self._met.clear()
         for slot in self.slots.values():
+            self._placed(slot.exchange)
             slot.rejoin()
 
     # For what puts us to work
@@ -239,31 +240,52 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     def slot(self, key: bytes, specs: tuple[TensorSpec, ...], process_set: Any) -> Slot:
         """The state of a set of tensors."""
-        if (key, specs) not in self.slots:
-            exchange = self._waiting.pop(0) if self._waiting else self._inheriting((key, specs))
-            exchange.digests = partial(self._digests, (key, specs))
-            self.slots[key, specs] = Slot(exchange, specs, process_set)
-        return self.slots[key, specs]
+        found = key, specs
+        if found not in self.slots:
+            exchange = self._waiting.pop(0) if self._waiting else self._make_exchange()
+            exchange.digests = partial(self._digests, found)
+            self.slots[found] = Slot(exchange, specs, process_set)
+        if found != self._last_slot:
+            self._last_slot = found
+            self._gather_held_back(found)
+        return self.slots[found]
 
-    def _inheriting(self, key: Any) -> Exchange:
-        """For a new slot: what others hold back of its variables, as when some are frozen or unfrozen, moves there."""
-        exchange = self._make_exchange()
+    def _gather_held_back(self, key: Any) -> None:
+        """What other slots hold back of a slot's variables moves there: some are trained with others than before."""
+        exchange = self.slots[key].exchange
+        if exchange.algorithm is None and exchange.holds_back:  # a state was loaded for it
+            return
         names = {id(v): name for name, v in self._variables_of(key)}
-        residual: dict[str, Any] = {}
+        moved: dict[str, tuple[Any, float]] = {}
         latest: dict[str, Any] = {"step": 0}
-        for old_key, slot in self.slots.items():
-            state = slot.exchange.state()
-            named = {name: names[id(v)] for name, v in self._variables_of(old_key) if id(v) in names}
-            if named and state.get("residual"):
-                latest = max(latest, state, key=lambda s: s["step"])
-                for old_name, name in named.items():
-                    part = state["residual"][old_name]
-                    residual[name] = part.copy()
+        for other in (other for other in self.slots if other != key):
+            if not self.slots[other].exchange.holds_back:
+                continue
+            state = self.slots[other].exchange.state()
+            for name, v in self._variables_of(other):
+                if id(v) in names:
+                    part = state["residual"][name]
+                    moved[names[id(v)]] = part.copy(), state.get("rates", {}).get(name, 0.0)
                     part[...] = 0
-        if residual:
+                    latest = max(latest, state, key=lambda s: s["step"])
+        if not moved:
+            return
+        if not exchange.holds_back:
             zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in key[1]}
-            here = {"rank": 0, "residual": {**zeros, **residual}}  # whichever rank this is
-            exchange.load({**latest, **here}, 0, 1)
+            residual = {**zeros, **{name: part for name, (part, _) in moved.items()}}
+            rates = {name: rate for name, (_, rate) in moved.items()}
+            latest.pop("rank", None)  # this one, whichever it is
+            exchange.load({**latest, "residual": residual, "rates": rates})
+            return
+        state = exchange.state()
+        for name, (part, rate) in moved.items():
+            own = state["rates"].get(name, 0.0)
+            state["residual"][name] += part * (rate / own if rate > 0 and own > 0 else 1.0)
+
+    def _placed(self, exchange: Exchange) -> Exchange:
+        """An exchange that knows which rank this is, among how many, as far as that is known."""
+        if hvd.is_initialized() and self._process_set.included():
+            exchange.place = self._process_set.rank(), self._process_set.size()
         return exchange
 
     def _variables_of(self, key: Any) -> list[tuple[str, Any]]:

@@ -173,12 +173,15 @@ class Reduction:
             return _alone(gradient, self._out)
         slot = self._compressor.slot(as_bytes(key), self._specs, self.process_set)
         if self.process_set.size() == 1:
-            return _alone(gradient, self._out, slot.exchange, float(scale))
+            return _alone(gradient, self._out, slot.exchange, self._units(rate, scale))
         self.slot = slot
         how = {"op": "Sum" if self._op == hvd.Sum else "Average", "factor": self._factor}
+        return self._compressor.step(slot, gradient, self._out, self._units(rate, scale), how, self.process_set)
+
+    def _units(self, rate: float, scale: float) -> dict[str, Any]:
+        """Those of the gradients, as `Exchange.step` takes them."""
         rates = None if rate == NO_RATE else dict.fromkeys(self._specs, float(rate))
-        units = {"rates": rates, "loss_scale": float(scale)}
-        return self._compressor.step(slot, gradient, self._out, units, how, self.process_set)
+        return {"rates": rates, "loss_scale": float(scale)}
 
     def _finish(self, update: Update | None) -> list[Array]:
         """The gradients to apply."""
@@ -230,14 +233,12 @@ def _alone(
     gradient: dict[TensorSpec, Array],
     out: dict[TensorSpec, Array],
     exchange: Exchange | None = None,
-    scale: float = 1.0,
-) -> Step[Update]:
+    units: Mapping[str, Any] | None = None,
+) -> Step[Update | None]:
     """A step that needs no other rank: the gradient, and what was held back while there were others."""
-    finite = all(np.isfinite(array).all() for array in gradient.values())  # else the step may be skipped
-    residual = exchange.release() if exchange and finite else {}
+    if exchange and exchange.holds_back:
+        return exchange.alone(gradient, out, **(units or {}))
     for spec, array in gradient.items():
         np.copyto(out[spec], array)
-        if spec.name in residual:
-            out[spec] += scale * np.asarray(residual[spec.name], array.dtype).ravel()
     return Update([out[spec] for spec in sorted(out)])
     yield

@@ -61,9 +61,10 @@ class Running:
         Raises:
             RuntimeError: it did not end in time.
         """
-        if self._ended:
-            return
-        _running.remove(self)
+        with self._at_work:
+            if self._ended:
+                return
+            self._end(None, None)  # for other threads to leave it alone
         deadline = time.monotonic() + seconds
         while not hvd.poll(self._handle):
             if time.monotonic() > deadline:

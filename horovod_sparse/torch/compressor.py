@@ -36,13 +36,13 @@ from horovod_sparse._compressor import (
 )
 from horovod_sparse.core import FlatLayout, StepStats, TensorSpec
 from horovod_sparse.core.collectives import Array
-from horovod_sparse.core.exchange import A2SGDExchange, Exchange, ResidualExchange, check_present
+from horovod_sparse.core.exchange import A2SGDExchange, Exchange, check_present
 from horovod_sparse.core.layout import accumulator_dtype
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.caller import Caller, enlist, find_caller, unlisted
 from horovod_sparse.torch.collectives import Collectives, Running
 from horovod_sparse.torch.gradient import FLOATING, FlatGradient, digest, spec_of
-from horovod_sparse.torch.loss_scale import before_unscaling, current_scaler
+from horovod_sparse.torch.loss_scale import before_unscaling, current_scaler, passes_so_far, scaler_since
 
 # What Horovod reduces in a gradient's place. Its value means nothing; that it was reduced means that all ranks have
 # their gradient of this parameter.
@@ -72,9 +72,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._ever_sparse: set[str] = set()
         self._given_up = 0
         self._handed_over: dict[TensorSpec, weakref.ref[Array]] = {}
-        self._scaler: torch.amp.GradScaler | None = None
         self._begin_step()
-        self.commit()
         _elastic.followers.add(self)
 
     # The public surface
@@ -114,6 +112,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as plain tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
+        self._find_place()
         state = self._exchange.state()
         if "residual" in state:
             state["residual"] = {name: torch.as_tensor(part).clone() for name, part in state["residual"].items()}
@@ -132,9 +131,8 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         Raises:
             ValueError: it was not saved by a compressor of this method, or the list is not complete.
         """
-        optimizer = self._bound_optimizer()
-        process_set = optimizer.process_set if optimizer else hvd.global_process_set
-        self._exchange.load(state, process_set.rank(), process_set.size())
+        self._find_place()
+        self._exchange.load(state)
 
     def reset(self) -> None:
         """Forget all state, as if no step had been taken; to be called on all ranks."""
@@ -142,12 +140,13 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 
     # What an elastic state has us do: see `_elastic`
 
-    def commit(self) -> None:
-        self._committed = copy.deepcopy(self._exchange.state())
-        self._committed.pop("rank", None)  # which may be another one after a reset
+    def commit(self) -> dict[str, Any]:
+        state = copy.deepcopy(self._exchange.state())
+        state.pop("rank", None)  # which may be another one after a reset
+        return state
 
-    def restore(self) -> None:
-        self._exchange.load(self._committed, 0, 1)
+    def restore(self, committed: dict[str, Any] | None) -> None:
+        self._exchange.load(committed or {"method": self._exchange.method, "step": 0})
 
     def rejoin(self) -> None:
         if self._running:
@@ -155,6 +154,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._begin_step()
         self._collectives = None
         self._given_up = 0
+        self._find_place()
         self._exchange.rejoin()
 
     # Between the steps
@@ -178,12 +178,20 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 "op=hvd.Average or op=hvd.Sum, or Adasum with compression=hvd.Compression.fp16"
             )
         self._optimizer = weakref.ref(optimizer)
+        self._collectives = None
         optimizer.synchronize = partial(_synchronize, self, optimizer.synchronize)
         before_unscaling[optimizer] = self._check_exchanged
 
     def _bound_optimizer(self) -> Any:
         """The optimizer; None if there is none yet, or none any more."""
         return self._optimizer() if self._optimizer else None
+
+    def _find_place(self) -> None:
+        """Which rank this is, among how many, as far as that is known."""
+        optimizer = self._bound_optimizer()
+        process_set = optimizer.process_set if optimizer else hvd.global_process_set
+        if hvd.is_initialized() and process_set.included():
+            self._exchange.place = process_set.rank(), process_set.size()
 
     def _before_synchronize(self, optimizer: Any) -> None:
         """Called on all ranks, before any of them waits for another's tokens."""
@@ -209,12 +217,24 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._collectives = collectives
 
     def _apply_alone(self, optimizer: Any) -> None:
-        """The only rank that is left, or that has loaded a state, need hold nothing back."""
-        parameters = {name: p for p, name in optimizer._parameter_names.items() if p.grad is not None}
-        if all(torch.isfinite(p.grad).all() for p in parameters.values()):  # else the step may be skipped
-            for name, held_back in self._exchange.release().items():
-                if name in parameters:
-                    parameters[name].grad.add_(torch.as_tensor(held_back), alpha=self._loss_scale())
+        """The only rank that is left, or that has loaded a state, need hold nothing back.
+
+        Before a step with a closure, there are no gradients to add to.
+        """
+        named = {name: p for p, name in optimizer._parameter_names.items() if p.requires_grad}
+        if not self._exchange.holds_back or all(p.grad is None for p in named.values()):
+            return
+        for name, p in named.items():
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad.detach()
+            gradient = gradient.to_dense() if gradient.is_sparse and optimizer.sparse_as_dense else gradient
+            if not gradient.is_sparse:
+                self._add(spec_of(name, gradient), gradient)
+        arrays, out = self._flatten()
+        update = self._exchange.alone(arrays, out, self._learning_rates(), self._loss_scale() or 1.0)
+        self._write(update, 1)
+        for spec, gradient in self._gradients.items():
+            named[spec.name].grad = gradient.tensor
+        self._begin_step()
 
     def _check_exchanged(self) -> None:
         """Raise RuntimeError if there are gradients that are being exchanged."""
@@ -230,6 +250,8 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._finished = False
         self._gradients: dict[TensorSpec, FlatGradient] = {}
         self._new: dict[str, torch.nn.Parameter] = {}  # of which Horovod does not know yet
+        self._scale: float | None = None  # by what the loss was multiplied, once that is known
+        self._scaled_passes = passes_so_far()
         self._running: Running | None = None
 
     def _abandon_step(self) -> None:
@@ -245,8 +267,9 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             return tensor, None
         if synchronizing:
             self._meet(optimizer)
-        else:
-            self._scaler = current_scaler()
+        elif self._scale is None:
+            scaler = current_scaler()
+            self._scale = scaler.get_scale() if scaler else 1.0
         self._finished = False
         if self._gradients and not optimizer._handles:  # Horovod has forgotten the gradients that it was given
             self._abandon_step()
@@ -271,7 +294,10 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
         """Whether the gradient can be compressed; if it cannot, note why."""
         if tensor.is_sparse:
-            problem = f"the gradient of {spec} is sparse, and Horovod reduces no sparse gradients in groups"
+            problem = (
+                f"the gradient of {spec} is sparse, and Horovod reduces no such gradients in groups, nor of parameters "
+                "that come later: pass sparse_as_dense=True to hvd.DistributedOptimizer, and no groups"
+            )
         elif tensor.dtype not in FLOATING:
             problem = f"{spec}: {type(self).__name__} compresses float16, bfloat16, float32 and float64"
         else:
@@ -282,13 +308,15 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def _add_parameters(self) -> None:
         """Find the parameters whose gradient Horovod does not hand over, rightly or wrongly."""
         optimizer = self._bound_optimizer()
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for p, name in optimizer._parameter_names.items():
             if p.grad is not None and p.grad.is_sparse and not optimizer.sparse_as_dense:
-                self._ever_sparse.add(optimizer._parameter_names.get(p, ""))
+                self._ever_sparse.add(name)
         self._new = unlisted(optimizer)
         for name, p in self._new.items():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse and optimizer.sparse_as_dense:
+                p.grad = p.grad.to_dense()
             self._add(spec_of(name, p.grad), p.grad.detach())
 
     def _given(self, spec: TensorSpec) -> Array | None:
@@ -305,20 +333,23 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         """Start what does not depend on other ranks; wait for nothing."""
         collectives.count(TOKEN.nbytes * len(self._gradients))
         self._add_parameters()
-        dtype = accumulator_dtype(self._gradients)
         device = self._gradients[min(self._gradients)].tensor.device
-        arrays = {
-            spec: gradient.flatten(dtype, device, self._given(spec)) for spec, gradient in self._gradients.items()
-        }
         for spec in self._exchange.algorithm.layout.tensors if self._exchange.algorithm else ():
-            if spec.name in self._ever_sparse and spec not in arrays:  # was zero and dense in the first step
-                gradient = self._gradients[spec] = FlatGradient(torch.zeros(spec.shape, device=device), usable=True)
-                arrays[spec] = gradient.flatten(dtype, device, None)
-        self._layout = FlatLayout(arrays)
-        out = {spec: gradient.out for spec, gradient in self._gradients.items()}
+            if spec.name in self._ever_sparse and spec not in self._gradients:  # was zero and dense in the first step
+                self._gradients[spec] = FlatGradient(torch.zeros(spec.shape, device=device), usable=True)
+        arrays, out = self._flatten()
         units = self._learning_rates(), self._loss_scale()
         step = self._exchange.step(arrays, collectives.rank, collectives.world_size, out, *units)
         self._running = Running(collectives, step, f"first_round{self._given_up or ''}")
+
+    def _flatten(self) -> tuple[dict[TensorSpec, Array], dict[TensorSpec, Array]]:
+        """The gradients as the core takes them, and memory for a step to use."""
+        dtype, device = accumulator_dtype(self._gradients), self._gradients[min(self._gradients)].tensor.device
+        arrays = {
+            spec: gradient.flatten(dtype, device, self._given(spec)) for spec, gradient in self._gradients.items()
+        }
+        self._layout = FlatLayout(arrays)
+        return arrays, {spec: gradient.out for spec, gradient in self._gradients.items()}
 
     def _learning_rates(self) -> dict[TensorSpec, float] | None:
         """Those of this step's tensors, if what is held back is to follow them."""
@@ -329,11 +360,20 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         rates = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for p, name in optimizer._parameter_names.items()} | self._new
         by_name = {name: rates[p] for name, p in named.items() if p in rates}
-        return {spec: by_name[spec.name] for spec in self._layout.tensors}
+        return {spec: by_name.get(spec.name, 0.0) for spec in self._layout.tensors}  # 0: the optimizer has it no more
 
-    def _loss_scale(self) -> float:
-        """By what this step's loss was multiplied, as far as it matters."""
-        return self._scaler.get_scale() if self._scaler and isinstance(self._exchange, ResidualExchange) else 1.0
+    def _loss_scale(self) -> float | None:
+        """By what this step's loss was multiplied; None if that is not known, for no hook has run.
+
+        With several passes a step, the hooks that would tell run in the last one, which may be left out; on a single
+        rank, there are none.
+        """
+        optimizer = self._bound_optimizer()
+        alone = optimizer.process_set.size() == 1
+        if self._scale is None and (alone or optimizer.backward_passes_per_step > 1):
+            scaler = scaler_since(self._scaled_passes)
+            self._scale = scaler.get_scale() if scaler else None
+        return self._scale
 
     def _digests(self) -> dict[str, int]:
         """A digest of each parameter."""
@@ -398,12 +438,12 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
 def _synchronize(compressor: SparseCompressor, synchronize: Callable[[], None]) -> None:
     """In the place of `optimizer.synchronize`: first what must happen before a rank waits for another's tokens."""
     optimizer = compressor._bound_optimizer()
-    if optimizer.process_set.included():
-        if optimizer.process_set.size() > 1:
-            compressor._before_synchronize(optimizer)
-        else:
-            compressor._apply_alone(optimizer)
+    included = optimizer.process_set.included()
+    if included and optimizer.process_set.size() > 1:
+        compressor._before_synchronize(optimizer)
     synchronize()
+    if included and optimizer.process_set.size() == 1:
+        compressor._apply_alone(optimizer)
 
 
 class MiCROCompressor(MiCROSettings, SparseCompressor):

@@ -97,7 +97,8 @@ def test_states_that_are_not_those_of_all_ranks() -> None:
         (states[:2], r"of the ranks \[0, 1\], not of all of the 3 ranks"),
         ([states[0], states[1], states[1]], r"of the ranks \[0, 1, 1\]"),
         ([*states[:2], {**states[2], "step": 9}], "not of the same step of the same model"),
-        ([*states[:2], {**states[2], "residual": {}}], "not of the same step of the same model"),
+        ([*states[:2], {**states[2], "residual": {"other": torch.zeros(3)}}], "not of the same step of the same model"),
+        ([*states[:2], {"method": "micro", "rank": 2}], "a state without a step"),
         ([*states[:2], {"method": "a2sgd"}], "the state is of 'a2sgd', not of 'micro'"),
         ([], "the state is of 'list', not of 'micro'"),
         (None, "the state is of 'NoneType', not of 'micro'"),
@@ -143,3 +144,51 @@ def test_loaded_state_is_a_copy() -> None:
     train(model, optimizers[0], range(2, 4))
     train(other, optimizers[1], range(2, 4))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_states_from_before_those_that_had_joined_were_back() -> None:
+    """As a checkpoint at the end of an epoch with uneven data: their steps differ, and their learning rates."""
+    model = mlp().double()
+    optimizer = distributed(model, MiCROCompressor)
+    last = hvd.rank() == hvd.size() - 1
+    for step in range(2 if last else 4):
+        optimizer.param_groups[0]["lr"] = 1.0 if step < 3 else 0.1
+        train(model, optimizer, range(step, step + 1))
+    hvd.join()
+    own = saved_and_read(get_compressor(optimizer).state_dict())
+    every = hvd.allgather_object(own, name="test.uneven")
+    resumed = mlp().double()
+    optimizer = distributed(resumed, MiCROCompressor, lr=0.1)
+    get_compressor(optimizer).load_state_dict(own)
+    train(resumed, optimizer, range(4, 5))
+    assert get_compressor(optimizer).stats.step == 5
+    assert same_on_all_ranks(resumed.parameters())
+    again = MiCROCompressor()
+    again.load_state_dict(every)
+    held_back = again.state_dict()
+    for name, part in held_back["residual"].items():
+        total = hvd.allreduce(part * held_back["rates"][name], op=hvd.Sum, name=f"test.uneven.{name}")
+        wanted = sum(state["residual"][name] * state["rates"][name] for state in every)
+        torch.testing.assert_close(total, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.skipif(hvd.size() < 3, reason="needs a process set of several ranks, and one more")
+def test_states_loaded_before_the_compressor_has_met_its_process_set() -> None:
+    process_set = hvd.add_process_set(list(range(1, hvd.size())))
+    states = states_of_another_world(MiCROCompressor, 2)
+    model, compressor = mlp().double(), MiCROCompressor()
+    compressor.load_state_dict(states)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression=compressor, process_set=process_set
+    )
+    start = snapshot(model)
+    compressor.flush()
+    if process_set.included():
+        backward_with(model, {name: torch.zeros_like(p) for name, p in model.named_parameters()})
+        optimizer.step()
+        for name, p in model.named_parameters():
+            wanted = sum(state["residual"][name] for state in states) / process_set.size()
+            torch.testing.assert_close(start[name] - p.detach(), wanted, rtol=1e-10, atol=1e-12)
+    hvd.barrier()
+    hvd.remove_process_set(process_set)

@@ -406,7 +406,15 @@ def test_state_of_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [{"step": None}, {"residual": 3}, {"threshold": [1]}, {"threshold": {"threshold": "x"}}]
+    "broken",
+    [
+        {"step": float("inf")},
+        {"step": -3},
+        {"step": None},
+        {"residual": 3},
+        {"threshold": [1]},
+        {"threshold": {"threshold": "x"}},
+    ],
 )
 def test_state_that_is_broken_on_one_rank(broken: dict[str, object]) -> None:
     model = named(f"broken_{broken}", mlp())
@@ -532,6 +540,22 @@ def test_reset_between_backward_and_step(compression: type, everywhere: bool) ->
         backward_with(model, known_gradients(model, hvd.rank(), 3))
         with pytest.raises(RuntimeError, match="the step is 0 on rank 0, but 3 on rank 1"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_reset_before_a_step_that_is_skipped(everywhere: bool) -> None:
+    model = named(f"midway_skipped_{everywhere}", mlp())
+    optimizer = distributed(model, MiCROCompressor)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    backward_with(model, known_gradients(model, hvd.rank(), 2, float("inf") if hvd.rank() else 1.0))
+    if everywhere or hvd.rank() == 0:
+        get_compressor(optimizer).reset()
+    optimizer.synchronize()
+    assert get_compressor(optimizer).stats.skipped
+    if everywhere:
+        train(model, optimizer, range(3, 5))
+        assert same_on_all_ranks(model.parameters())
 
 
 def test_reset_on_one_rank_while_the_averaging_is_due() -> None:

@@ -227,8 +227,82 @@ def test_scaler_that_unscales_before_the_exchange_has_ended_gets_an_error() -> N
     assert same_on_all_ranks(model.parameters())
 
 
+def effect_of_what_is_held_back(run: Scaled) -> dict[str, torch.Tensor]:
+    residual = run.compressor.state_dict()["residual"]
+    return {name: hvd.allreduce(part, name=f"test.effect.{name}") for name, part in residual.items()}
+
+
+def test_step_without_a_backward_pass_after_scaled_ones() -> None:
+    """As to flush before a checkpoint: it is not scaled, and nobody unscales it."""
+    run = Scaled(MiCROCompressor, scaler(), mlp().double(), lr=1.0)
+    for step in range(3):
+        run.step(loss_of(run.model, step))
+    wanted, before = effect_of_what_is_held_back(run), snapshot(run.model)
+    run.compressor.flush()
+    run.optimizer.zero_grad()
+    run.optimizer.step()
+    for name, p in run.model.named_parameters():
+        torch.testing.assert_close(before[name] - p.detach(), wanted[name], rtol=1e-6, atol=1e-9)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    gradients = known_gradients(model, hvd.rank(), step)
+    return sum((p * gradients[name]).sum() for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("make", [MiCROCompressor, TopKCompressor])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_rank_that_has_no_gradients_in_some_steps(make: type, scaled: bool) -> None:
+    """Of a scaled loss, in the first step and in a later one; or of one that is not scaled, after scaled ones."""
+    runs = [Scaled(make(), scaler()), Scaled(make(), without_scaling())]
+    for step in range(6):
+        for run in runs:
+            away = hvd.rank() == hvd.size() - 1 and step in (0, 3)
+            loss = torch.zeros(1, requires_grad=True).sum() if away else loss_on(run.model, hvd.rank(), step)
+            if run is runs[0] and (scaled or step < 3):
+                run.step(loss, 2.0 ** (5 + step))
+            else:
+                run.optimizer.zero_grad()
+                if not away or scaled:
+                    loss.backward()
+                run.optimizer.step()
+    assert same_on_all_ranks(runs[0].model.parameters())
+    for p, q in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+def test_scaled_backward_pass_that_fails_is_forgotten() -> None:
+    scaled, plain = scaler(), Scaled(MiCROCompressor, without_scaling())
+    reference = Scaled(MiCROCompressor, without_scaling())
+    if hvd.rank() == hvd.size() - 1:
+        x = torch.ones(2, requires_grad=True)
+        y = x * 1
+
+        def fail(_: torch.Tensor) -> None:
+            raise MemoryError
+
+        y.register_hook(fail)
+        with pytest.raises(MemoryError):
+            scaled.scale(y.sum()).backward()
+    for step in range(4):
+        for run in (plain, reference):
+            run.step(loss_on(run.model, hvd.rank(), step))
+    for p, q in zip(plain.model.parameters(), reference.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert same_on_all_ranks(plain.model.parameters())
+
+
+def test_scales_that_differ_between_ranks() -> None:
+    run = Scaled(MiCROCompressor, scaler(), nn.ModuleDict({"scales_differ": mlp()}))
+    for step in range(2):
+        run.step(loss_on(run.model["scales_differ"], hvd.rank(), step))
+    scale = 2.0 ** (8 if hvd.rank() == hvd.size() - 1 else 9)
+    with pytest.raises(RuntimeError, match=r"the loss scale is 512.0 on rank 0, but 256.0 on rank \d"):
+        run.step(loss_on(run.model["scales_differ"], hvd.rank(), 2), scale)
+
+
 def test_scaler_keeps_what_it_does_without_us() -> None:
-    """Several outputs, nested, and none that needs gradients."""
+    """Several outputs, nested, in iterators, and none that needs gradients."""
     s = scaler()
     x = torch.ones(2, requires_grad=True)
     a, (b, c) = s.scale([x * 2, (x * 3, torch.ones(1))])
@@ -236,3 +310,4 @@ def test_scaler_keeps_what_it_does_without_us() -> None:
     assert torch.equal(b, x * 3 * 2.0**10)
     assert torch.equal(c, torch.full((1,), 2.0**10))
     assert without_scaling().scale(x) is x
+    assert [float(y[0]) for y in s.scale(x * i for i in range(3))] == [0.0, 1024.0, 2048.0]

@@ -230,6 +230,48 @@ def test_parameters_come_later_to_methods_without_a_residual(make: Callable[[], 
     assert not any(torch.equal(p, start[name]) for name, p in tuned.model.named_parameters())
 
 
+@laws
+@pytest.mark.parametrize("make", METHODS)
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_sparse_embedding_that_comes_later(make: Callable[[], object], how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"words": nn.Embedding(30, 20, sparse=True), "head": nn.Linear(20, 10)})
+    model["words"].weight.requires_grad_(how == "added")
+    names = {n: p for n, p in model.named_parameters() if how == "unfrozen" or n != "words.weight"}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(names.values(), lr=0.1), names.items(), compression=make(), sparse_as_dense=True
+    )
+    before = model["words"].weight.detach().clone()
+    for step in range(5):
+        if step == 2:
+            model["words"].weight.requires_grad_(True)
+            if how == "added":
+                optimizer.add_param_group({"params": [model["words"].weight], "lr": 0.1})
+        if step == 4 and make in METHODS[:2]:
+            get_compressor(optimizer).flush()
+        model.zero_grad(set_to_none=True)
+        x = model["words"](torch.arange(8) + 2 * hvd.rank()) + torch.ones(8, 20)
+        model["head"](x).square().mean().backward()
+        optimizer.step()
+    assert not torch.equal(model["words"].weight, before)
+    assert replicas_agree(model, optimizer)
+
+
+@laws
+def test_parameters_that_the_optimizer_has_no_more() -> None:
+    """What is held back of them stays, as at a learning rate of 0."""
+    model = mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=MiCROCompressor)
+    train(model, optimizer, range(2))
+    del optimizer.param_groups[1]
+    before = model[2].weight.detach().clone()
+    train(model, optimizer, range(2, 5))
+    assert torch.equal(model[2].weight, before)
+    assert same_on_all_ranks(model.parameters())
+
+
 # Process sets
 
 

@@ -271,7 +271,7 @@ def _finite_on_all_ranks(gradients: list[Any], process_set: Any) -> list[Any]:
 
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in (gradients[i] for i in present)]
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
-    finite = _minimum_over_ranks(process_set)(tf.cast(finite, tf.float32)) > 0
+    finite = _sum_over_ranks(process_set)(tf.cast(~finite, tf.float32)) < 0.5  # where a rank has joined, it adds 0
     first = gradients[present[0]]
     marked = tf.where(finite, values[0], tf.constant(float("nan"), values[0].dtype))
     if isinstance(first, tf.IndexedSlices):
@@ -280,13 +280,13 @@ def _finite_on_all_ranks(gradients: list[Any], process_set: Any) -> list[Any]:
 
 
 @cache
-def _minimum_over_ranks(process_set: Any) -> Callable[[Any], Any]:
-    def minimum(value: Any) -> Any:
+def _sum_over_ranks(process_set: Any) -> Callable[[Any], Any]:
+    def total(value: Any) -> Any:
         in_program_order()
         options = {"ignore_name_scope": True, "process_set": process_set}
-        return hvd.allreduce(value, op=hvd.Min, name=f"{PREFIX}.minimum", **options)
+        return hvd.allreduce(value, op=hvd.Sum, name=f"{PREFIX}.total", **options)
 
-    return tf.function(minimum, autograph=False)  # type: ignore[no-any-return]
+    return tf.function(total, autograph=False)  # type: ignore[no-any-return]
 
 
 def copied(optimizer: Any) -> Any:
