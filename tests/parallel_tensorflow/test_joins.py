@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import known_gradient, same_on_all_ranks
+from training import LEGACY, batch, keras_model, known_gradient, same_on_all_ranks
 
 import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras as keras_hvd
 
 pytestmark = pytest.mark.laws
 LAST = hvd.size() - 1
@@ -50,12 +51,28 @@ class Trained:
             )
 
 
+def scaled_model() -> Any:
+    """A Keras model whose loss is scaled."""
+    optimizers = tf.keras.optimizers
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer if LEGACY else optimizers.LossScaleOptimizer
+    model = keras_model()
+    optimizer = keras_hvd.DistributedOptimizer(scaling(optimizers.SGD(0.1)), compression=hvd.MiCROCompressor)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=False)
+    return model
+
+
 def test_ranks_go_on_without_one_that_has_joined_and_with_it_when_it_is_back() -> None:
     trained = {name: Trained(make()) for name, make in COMPRESSORS.items()}
+    model = scaled_model()
+    before = [np.array(w) for w in model.get_weights()]
     ended = {rank: 5 - (rank == LAST) * 2 for rank in range(hvd.size())}
     for step in range(ended[hvd.rank()]):
         for each in trained.values():
             each.train(step)
+        model.train_on_batch(*batch(hvd.rank(), step))
+        assert any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True)), "a step was skipped"
+        before = [np.array(w) for w in model.get_weights()]
     last = hvd.join()
     for each in trained.values():
         hvd.broadcast_variables(each.variables, root_rank=int(last))

@@ -71,6 +71,35 @@ def test_variables_that_are_unfrozen_and_frozen_in_mid_run(make: type) -> None:
         np.testing.assert_allclose(-v.numpy(), wanted(v, steps), rtol=0, atol=1e-11, err_msg=f"v{i}")
 
 
+@pytest.mark.laws
+def test_variables_that_are_trained_with_others_for_a_while() -> None:
+    """Back in the first set, what was held back in between is sent with it."""
+    compressor, every = hvd.MiCROCompressor(), variables()
+    for step, chosen in enumerate([every, every[:2], every[:2], every]):
+        apply(chosen, compressor, step)
+    compressor.flush()
+    apply(every, compressor, 4)
+    for v, steps in zip(every, [range(5), range(5), [0, 3, 4]], strict=True):
+        np.testing.assert_allclose(-v.numpy(), wanted(v, steps), rtol=0, atol=1e-11)
+
+
+def test_what_moves_to_other_variables_keeps_its_learning_rate() -> None:
+    """A layer is trained at one rate, then unfrozen is another one, and the rate drops."""
+    compressor = hvd.MiCROCompressor()
+    optimizer = keras_hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), compression=compressor)
+    layers = [tf.Variable(tf.zeros((40, 30)), name=name) for name in ("a/kernel", "b/kernel")]
+    optimizer.build(layers)
+    total = 0.0
+    for step, (rate, chosen) in enumerate([(1.0, layers[1:]), (1.0, layers[1:]), (0.01, layers), (0.01, layers)]):
+        optimizer.learning_rate = rate
+        if step == 3:
+            compressor.flush()
+        gradients = [tf.constant(known_gradient((40, 30), hvd.rank(), step), tf.float32) for _ in chosen]
+        optimizer.apply_gradients(zip(gradients, chosen, strict=True))
+        total = total + rate * mean_over_ranks(partial(known_gradient, (40, 30), step=step))
+    np.testing.assert_allclose(-layers[1].numpy(), total, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_clipped_before_the_exchange() -> None:
     compressor, every = hvd.MiCROCompressor(), variables()
     for step in range(4):
