@@ -49,6 +49,7 @@ class FlatGradient:
     def __init__(self, tensor: torch.Tensor, usable: bool) -> None:
         self.tensor = tensor
         self._usable = usable
+        self._version = tensor._version
 
     def flatten(self, dtype: str, device: torch.device, given: Array | None) -> Array:
         """The gradient as a flat array of `dtype`: a numpy array if it is to be in host memory, else a torch tensor.
@@ -65,7 +66,6 @@ class FlatGradient:
             self.out: Array = as_array(torch.zeros(0))
             return self.out
         alone = self._is_alone(given)  # before there are more that know the memory
-        self._version = self.tensor._version
         flat = self.tensor.reshape(-1).contiguous().to(device, getattr(torch, dtype))
         array = as_array(flat)
         self._handing_over = alone and self.tensor.is_contiguous() and self.tensor.dtype == flat.dtype
@@ -76,7 +76,7 @@ class FlatGradient:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written to the gradient since it was flattened."""
+        """Whether somebody has written to the gradient since Horovod has handed it over."""
         return self._usable and self.tensor._version != self._version
 
     def _is_alone(self, given: Array | None) -> bool:

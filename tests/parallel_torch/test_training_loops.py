@@ -78,10 +78,12 @@ def test_gradients_clipped_before_the_exchange() -> None:
         torch.testing.assert_close(start[name] - p.detach(), sum(clipped) / hvd.size(), rtol=0, atol=1e-12)
 
 
-def test_gradients_clipped_while_they_are_exchanged() -> None:
-    model = nn.ModuleDict({"clipped_early": mlp()})
-    optimizer = distributed(model, MiCROCompressor)
-    train(model, optimizer, range(2))
+@pytest.mark.parametrize("make", METHODS)
+@pytest.mark.parametrize("first_step", [True, False])
+def test_gradients_clipped_while_they_are_exchanged(make: Callable[[], object], first_step: bool) -> None:
+    model = nn.ModuleDict({f"clipped_early_{METHODS.index(make)}_{first_step}": mlp()})
+    optimizer = distributed(model, make())
+    train(model, optimizer, range(0 if first_step else 2))
     optimizer.zero_grad()
     backward_with(model, known_gradients(model, hvd.rank(), 2))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
