@@ -196,18 +196,21 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     # What an elastic state has us do: see `_elastic`
 
     def commit(self) -> list[dict[str, Any]]:
+        """A copy of the state of this rank, for `restore`."""
         states = [copy.deepcopy(exchange.state()) for exchange in self._exchanges()]
         for state in states:
             state.pop("rank", None)  # which may be another one after a reset
         return states
 
     def restore(self, committed: list[dict[str, Any]] | None) -> None:
+        """Go back to what `commit` returned; None: to a state before the first step."""
         exchanges = [self._make_exchange() for _ in committed or ()]
         for exchange, state in zip(exchanges, committed or (), strict=True):
             exchange.load(state)
         self._take(exchanges)
 
     def rejoin(self) -> None:
+        """Horovod was shut down, and has begun anew: meet the ranks again."""
         self._met.clear()
         for slot in self.slots.values():
             self._placed(slot.exchange)

@@ -141,14 +141,17 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     # What an elastic state has us do: see `_elastic`
 
     def commit(self) -> dict[str, Any]:
+        """A copy of the state of this rank, for `restore`."""
         state = copy.deepcopy(self._exchange.state())
         state.pop("rank", None)  # which may be another one after a reset
         return state
 
     def restore(self, committed: dict[str, Any] | None) -> None:
+        """Go back to what `commit` returned; None: to a state before the first step."""
         self._exchange.load(committed or {"method": self._exchange.method, "step": 0})
 
     def rejoin(self) -> None:
+        """Horovod was shut down, and has begun anew: meet the ranks again."""
         if self._running:
             self._running.forget()
         self._begin_step()
