@@ -9,24 +9,11 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
-from torch import nn
-from training import backward_with, known_gradients, mlp, same_on_all_ranks, snapshot
+from training import backward_with, distributed, known_gradients, mlp, same_on_all_ranks, snapshot, train
 
 from horovod_sparse.torch import A2SGDCompressor, MiCROCompressor, QSGDCompressor, TopKCompressor, get_compressor
 
 pytestmark = pytest.mark.laws
-
-
-def distributed(model: nn.Module, compression: object, lr: float = 1.0) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward_with(model, known_gradients(model, hvd.rank(), step))
-        optimizer.step()
 
 
 def saved_and_read(state: Any) -> Any:
@@ -39,7 +26,7 @@ def saved_and_read(state: Any) -> Any:
 def states_of_another_world(make: Callable[[], object], world_size: int) -> list[dict[str, Any]]:
     """As `world_size` ranks would have saved them, in float64, each with a residual of its own."""
     model = mlp().double()
-    optimizer = distributed(model, make())
+    optimizer = distributed(model, make(), lr=1.0)
     train(model, optimizer, range(4))
     state = get_compressor(optimizer).state_dict()
     state = hvd.broadcast_object(state, root_rank=0, name="test.one_state")
@@ -61,7 +48,7 @@ def states_of_another_world(make: Callable[[], object], world_size: int) -> list
 def test_sum_of_the_residuals_is_that_of_the_states_of_another_world(make: type, world_size: int) -> None:
     states = states_of_another_world(make, world_size)
     model = mlp().double()
-    optimizer = distributed(model, make())
+    optimizer = distributed(model, make(), lr=1.0)
     compressor = get_compressor(optimizer)
     compressor.load_state_dict(states[::-1])
     sums = {name: sum(state["residual"][name] for state in states) for name in states[0]["residual"]}
@@ -111,7 +98,7 @@ def test_states_that_are_not_those_of_all_ranks() -> None:
 def test_checkpoint_of_rank_0_alone(flushed: bool) -> None:
     """After a flush it has everything; without it, what the other ranks held back is lost, and nothing counts twice."""
     model = mlp().double()
-    optimizer = distributed(model, MiCROCompressor)
+    optimizer = distributed(model, MiCROCompressor, lr=1.0)
     train(model, optimizer, range(3))
     if flushed:
         get_compressor(optimizer).flush()
@@ -121,7 +108,7 @@ def test_checkpoint_of_rank_0_alone(flushed: bool) -> None:
 
     resumed = mlp().double()
     resumed.load_state_dict(saved["model"])
-    optimizer = distributed(resumed, MiCROCompressor)
+    optimizer = distributed(resumed, MiCROCompressor, lr=1.0)
     get_compressor(optimizer).load_state_dict(saved["compressor"])
     get_compressor(optimizer).flush()
     train(resumed, optimizer, range(4, 5))
@@ -149,7 +136,7 @@ def test_loaded_state_is_a_copy() -> None:
 def test_states_from_before_those_that_had_joined_were_back() -> None:
     """As a checkpoint at the end of an epoch with uneven data: their steps differ, and their learning rates."""
     model = mlp().double()
-    optimizer = distributed(model, MiCROCompressor)
+    optimizer = distributed(model, MiCROCompressor, lr=1.0)
     last = hvd.rank() == hvd.size() - 1
     for step in range(2 if last else 4):
         optimizer.param_groups[0]["lr"] = 1.0 if step < 3 else 0.1

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import nn
-from training import backward_with, known_gradients, loss_on, mlp, same_on_all_ranks, snapshot
+from training import backward_with, distributed, known_gradients, loss_on, mlp, same_on_all_ranks, snapshot, train
 
 import horovod_sparse.torch
 from horovod_sparse.torch import (
@@ -25,18 +25,6 @@ from horovod_sparse.torch import (
 def named(prefix: str, model: nn.Module) -> nn.Module:
     """Horovod may be left waiting for some of these parameters: they need names that no other test uses."""
     return nn.ModuleDict({prefix: model})
-
-
-def distributed(model: nn.Module, compression: object, lr: float = 0.1, **options: object) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression, **options)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward_with(model, known_gradients(model, hvd.rank(), step))
-        optimizer.step()
 
 
 def assert_raised_on_all_ranks(error: pytest.ExceptionInfo[BaseException]) -> None:

@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import nn
-from training import backward_with, known_gradients, mlp, same_on_all_ranks
+from training import distributed, mlp, same_on_all_ranks, train
 
 from horovod_sparse.torch import (
     A2SGDCompressor,
@@ -21,18 +21,6 @@ from horovod_sparse.torch import (
 
 pytestmark = pytest.mark.laws
 LAST = hvd.size() - 1
-
-
-def distributed(model: nn.Module, compression: object) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward_with(model, known_gradients(model, hvd.rank(), step))
-        optimizer.step()
 
 
 def message_on_all_ranks(act: Callable[[], None]) -> str:

@@ -8,24 +8,12 @@ import horovod.torch as hvd
 import pytest
 import torch
 from torch import nn
-from training import backward_with, known_gradients, mlp, same_on_all_ranks, snapshot
+from training import backward_with, distributed, known_gradients, mlp, same_on_all_ranks, snapshot, train
 
 from horovod_sparse.torch import A2SGDCompressor, MiCROCompressor, QSGDCompressor, TopKCompressor, get_compressor
 
 pytestmark = pytest.mark.laws
 LAST = hvd.size() - 1
-
-
-def distributed(model: nn.Module, compression: object) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward_with(model, known_gradients(model, hvd.rank(), step))
-        optimizer.step()
 
 
 def join_and_share(model: nn.Module) -> None:
@@ -38,7 +26,7 @@ def join_and_share(model: nn.Module) -> None:
 def test_nothing_is_lost_when_ranks_join_and_come_back(make: Callable[[], object]) -> None:
     """A joined rank counts as one with gradients of 0, as in Horovod; what it holds back waits for its return."""
     model = mlp().double()
-    optimizer = distributed(model, make())
+    optimizer = distributed(model, make(), lr=1.0)
     start = snapshot(model)
     ended = {rank: 5 - (rank == LAST) * 2 for rank in range(hvd.size())}
     train(model, optimizer, range(ended[hvd.rank()]))
@@ -60,7 +48,7 @@ def test_nothing_is_lost_when_ranks_join_and_come_back(make: Callable[[], object
 
 def test_a2sgd_goes_on_with_the_ranks_that_are_left() -> None:
     model = mlp()
-    optimizer = distributed(model, A2SGDCompressor(sync_every=2))
+    optimizer = distributed(model, A2SGDCompressor(sync_every=2), lr=1.0)
     train(model, optimizer, range(3 if hvd.rank() == LAST else 7))
     join_and_share(model)
     train(model, optimizer, range(10, 11))  # averages what was due in the meantime
@@ -74,7 +62,7 @@ def test_a2sgd_goes_on_with_the_ranks_that_are_left() -> None:
 def test_a2sgd_takes_the_means_of_the_ranks_that_are_left() -> None:
     """Those of two ranks with the same gradients are their own means: nothing changes."""
     model = mlp()
-    optimizer = distributed(model, A2SGDCompressor(sync_every=None))
+    optimizer = distributed(model, A2SGDCompressor(sync_every=None), lr=1.0)
     gradients = known_gradients(model, 0, 0)
     for _ in range(1 if hvd.rank() == LAST else 3):
         optimizer.zero_grad()
@@ -89,7 +77,7 @@ def test_a2sgd_takes_the_means_of_the_ranks_that_are_left() -> None:
 
 def test_qsgd_goes_on_with_the_ranks_that_are_left() -> None:
     model = mlp().double()
-    optimizer = distributed(model, QSGDCompressor())
+    optimizer = distributed(model, QSGDCompressor(), lr=1.0)
     train(model, optimizer, range(1 if hvd.rank() == LAST else 2))
     if hvd.rank() != LAST:  # the last step was dense, and exact
         for name, p in model.named_parameters():
@@ -102,7 +90,7 @@ def test_qsgd_goes_on_with_the_ranks_that_are_left() -> None:
 
 def test_gradient_that_is_not_finite_while_a_rank_is_away() -> None:
     model = mlp()
-    optimizer = distributed(model, MiCROCompressor)
+    optimizer = distributed(model, MiCROCompressor, lr=1.0)
     train(model, optimizer, range(2))
     if hvd.rank() != LAST:
         before = get_compressor(optimizer).state_dict()["residual"]
@@ -121,7 +109,7 @@ def test_gradient_that_is_not_finite_while_a_rank_is_away() -> None:
 
 def test_flush_while_a_rank_is_away_holds_for_it_too_when_it_is_back() -> None:
     model = mlp().double()
-    optimizer = distributed(model, MiCROCompressor)
+    optimizer = distributed(model, MiCROCompressor, lr=1.0)
     train(model, optimizer, range(2))
     if hvd.rank() != LAST:
         get_compressor(optimizer).flush()
@@ -138,7 +126,7 @@ def test_what_needs_all_ranks_says_so() -> None:
     """`synchronize_parameters()`, or to compare notes on a state that was loaded."""
     model, other = nn.ModuleDict({"join_a2sgd": mlp()}), nn.ModuleDict({"join_micro": mlp()})
     a2sgd, micro = A2SGDCompressor(), MiCROCompressor()
-    optimizers = [distributed(model, a2sgd), distributed(other, micro)]
+    optimizers = [distributed(model, a2sgd, lr=1.0), distributed(other, micro, lr=1.0)]
     train(model, optimizers[0], range(2))
     train(other, optimizers[1], range(2))
     if hvd.rank() != LAST:

@@ -11,24 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training import backward_with, known_gradients, loss_on, mlp, same_on_all_ranks, snapshot
+from training import backward_with, distributed, known_gradients, loss_on, mlp, same_on_all_ranks, snapshot, train
 
 from horovod_sparse.torch import A2SGDCompressor, MiCROCompressor, QSGDCompressor, TopKCompressor, get_compressor
 
 METHODS = [MiCROCompressor, TopKCompressor, QSGDCompressor, partial(A2SGDCompressor, sync_every=2)]
 laws = pytest.mark.laws
-
-
-def distributed(model: nn.Module, compression: object, lr: float = 0.1, momentum: float = 0.0) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward_with(model, known_gradients(model, hvd.rank(), step))
-        optimizer.step()
 
 
 def replicas_agree(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:

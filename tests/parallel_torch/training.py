@@ -33,6 +33,22 @@ def backward_with(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
     sum((p * gradients[name]).sum() for name, p in model.named_parameters() if name in gradients).backward()
 
 
+def distributed(
+    model: nn.Module, compression: object, lr: float = 0.1, momentum: float = 0.0, **options: object
+) -> torch.optim.Optimizer:
+    """SGD in stock Horovod's optimizer, with its `options`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Take steps with the `known_gradients` of this rank."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward_with(model, known_gradients(model, hvd.rank(), step))
+        optimizer.step()
+
+
 def mean_over_ranks(gradients_of: Callable[[int], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The mean of every rank's gradients in float64, without communication."""
     every = [gradients_of(rank) for rank in range(hvd.size())]

@@ -110,6 +110,7 @@ def test_nothing_drifts_in_many_steps(kind: Callable[[np.random.Generator], Iter
     k = DENSITY * NUMEL
     assert figures.selected[START:].mean() == pytest.approx(k, rel=0.02)
     assert abs(figures.selected[START:] - k).max() <= 2
+    print(kind.__name__, *(f"{lost:.1e} after {steps}" for steps, lost in zip(MARKS, figures.relative, strict=True)))
     _, early, late = figures.relative
     assert late <= 1.1 * early
     # What the last step holds is a few vectors of each rank; a list that each step appends to would be as much more.
