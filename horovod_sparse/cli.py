@@ -5,7 +5,11 @@ Each command imports what it needs when it runs: the doctor has to run where not
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
+
+from . import __version__
 
 app = typer.Typer(
     help="Gradient compression for Horovod: is it set up, does it pay here, and what is it doing?",
@@ -15,8 +19,18 @@ app = typer.Typer(
 )
 
 
+def show_version(asked_for: bool) -> None:
+    if asked_for:
+        typer.echo(f"horovod-sparse {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version, and exit.")
+    ] = False,
+) -> None:
     """One command for each question."""
 
 
