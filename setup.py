@@ -34,7 +34,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
     package_data={"horovod_sparse": ["py.typed"]},
-    install_requires=["numpy>=1.26", "numba>=0.60", "typer>=0.12"],
+    install_requires=["numpy>=1.26", "numba>=0.60", "typer>=0.16"],
     entry_points={"console_scripts": ["horovod-sparse = horovod_sparse.cli:app"]},
     # Horovod is in none of these: its last release builds only with the edits of tools/set_up.py.
     extras_require={
