@@ -237,7 +237,7 @@ class Exchange:
             )
 
     def _begin(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
-        self.algorithm = self._make_algorithm(layout)
+        self.algorithm = self.make_algorithm(layout)
         if self._loaded:
             try:
                 state = merged(self._loaded, *self.place)
@@ -288,7 +288,8 @@ class Exchange:
 
     # What differs between the methods
 
-    def _make_algorithm(self, layout: FlatLayout) -> Any:
+    def make_algorithm(self, layout: FlatLayout) -> Any:
+        """A new algorithm, with the settings, for the tensors of a model: the one that every method has to say."""
         raise NotImplementedError
 
     def _prepare(self, algorithm: Any) -> None:
@@ -507,7 +508,7 @@ class MiCROExchange(ResidualExchange):
         common = density, density_schedule, follow_learning_rate, verify_every
         super().__init__(*common, threshold=threshold, value_dtype=value_dtype)
 
-    def _make_algorithm(self, layout: FlatLayout) -> MiCRO:
+    def make_algorithm(self, layout: FlatLayout) -> MiCRO:
         return MiCRO(layout, *(self.settings[name] for name in ("density", "threshold", "value_dtype")))
 
     def _make_stats(self, algorithm: MiCRO | TopK, update: Update | None, joined: bool) -> StepStats:
@@ -549,7 +550,7 @@ class A2SGDExchange(Exchange):
 
         self.averaging_due = False  # not for `reset` to change: other ranks may wait for it
 
-    def _make_algorithm(self, layout: FlatLayout) -> A2SGD:
+    def make_algorithm(self, layout: FlatLayout) -> A2SGD:
         return A2SGD(layout, self.settings["granularity"])
 
     def rejoin(self) -> None:
@@ -588,7 +589,7 @@ class TopKExchange(ResidualExchange):
     ) -> None:
         super().__init__(density, density_schedule, follow_learning_rate, verify_every)
 
-    def _make_algorithm(self, layout: FlatLayout) -> TopK:
+    def make_algorithm(self, layout: FlatLayout) -> TopK:
         return TopK(layout, self.settings["density"])
 
 
@@ -605,5 +606,5 @@ class QSGDExchange(Exchange):
         qsgd.check_settings(bits)
         super().__init__(verify_every, bits=int(bits))
 
-    def _make_algorithm(self, layout: FlatLayout) -> QSGD:
+    def make_algorithm(self, layout: FlatLayout) -> QSGD:
         return QSGD(layout, self.settings["bits"])
