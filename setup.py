@@ -41,7 +41,7 @@ setup(
         "torch": ["torch>=2.0"],
         "tensorflow": ["tensorflow>=2.16"],
         "report": ["matplotlib>=3.8"],
-        "tensorboard": ["tensorboard>=2.16"],
+        "tensorboard": ["tensorboardX>=2.6.2"],
         "huggingface": ["transformers>=4.46", "accelerate>=0.34"],
         "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
         "test": [

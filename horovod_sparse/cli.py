@@ -5,7 +5,8 @@ Each command imports what it needs when it runs: the doctor has to run where not
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -32,6 +33,36 @@ def main(
     ] = False,
 ) -> None:
     """One command for each question."""
+
+
+@app.command()
+def report(
+    logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="Files that monitor.JSONLines has written.")],
+    plot: Annotated[
+        Path, typer.Option(help="Where to plot the figures: a name that ends in .png, .pdf or .svg.")
+    ] = Path("report.png"),
+) -> None:
+    """Show and plot what the logs of some runs say."""
+    from rich.console import Console
+
+    try:
+        from horovod_sparse.report import LogError, make_plots, make_table, read
+    except ImportError as error:
+        fail(f"{error}. pip install 'horovod_sparse[report]'")
+    try:
+        read_logs = [read(path) for path in logs]
+        make_plots(read_logs).savefig(plot, dpi=120)
+    except (LogError, OSError, ValueError) as error:
+        fail(str(error))
+    console = Console()
+    console.print(make_table(read_logs))
+    console.print(f"plots: {plot}")
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line that says why."""
+    typer.echo(f"horovod-sparse: {message}", err=True)
+    raise typer.Exit(1)
 
 
 if __name__ == "__main__":

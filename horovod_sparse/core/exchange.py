@@ -13,7 +13,10 @@ dense ones. Who comes back takes over their step and threshold.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -146,6 +149,10 @@ class Exchange:
         """
         yield from agree(self._notes(specs, None))
 
+    def residual_norm(self) -> float | None:
+        """The 2-norm of what this rank holds back; None for a method that holds nothing back."""
+        return None
+
     def step(
         self,
         gradient: Mapping[TensorSpec, Array],
@@ -170,6 +177,21 @@ class Exchange:
         Raises:
             RuntimeError: some rank has a problem, or the ranks disagree; the same error on all ranks.
         """
+        times = Times()
+        update: Update | None = yield from timed(self._step(gradient, rank, world_size, out, rates, loss_scale), times)
+        assert self.stats
+        self.stats = self.stats._replace(selection_s=times.working, exchange_s=times.waiting)
+        return update
+
+    def _step(
+        self,
+        gradient: Mapping[TensorSpec, Array],
+        rank: int,
+        world_size: int,
+        out: Mapping[TensorSpec, Array] | None,
+        rates: Mapping[TensorSpec, float] | None,
+        loss_scale: float | None,
+    ) -> Step[Update | None]:
         specs = sorted(gradient)
         arrays = [gradient[spec] for spec in specs]
         memory = out and [out[spec] for spec in specs]
@@ -319,6 +341,7 @@ class Exchange:
             threshold=None,
             bytes_sent=0,
             skipped=update is None,
+            dense_bytes=sum(spec.nbytes for spec in algorithm.layout.tensors),
         )
 
     def _save(self) -> dict[str, Any]:
@@ -340,6 +363,30 @@ class Exchange:
         """Let the state be that of another rank, as its notes tell."""
         self.algorithm.t = notes["step"]
         self._prepare(self.algorithm)
+
+
+@dataclass
+class Times:
+    """Seconds, in all."""
+
+    working: float = 0.0
+    waiting: float = 0.0
+
+
+def timed(step: Step[Any], times: Times) -> Step[Any]:
+    """A step that notes how long it works, and how long it waits for its answers."""
+    answer = None
+    while True:
+        begin = perf_counter()
+        try:
+            request = step.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            asked = perf_counter()
+            times.working += asked - begin
+        answer = yield request
+        times.waiting += perf_counter() - asked
 
 
 def continued(step: Step[Any], answer: Array) -> Step[Any]:
@@ -423,6 +470,14 @@ class ResidualExchange(Exchange):
             self.algorithm.residual.vector = None
         self.stats = None
         return update
+
+    def residual_norm(self) -> float:
+        if self.algorithm is None:
+            parts = self.state().get("residual", {}).values()
+        else:
+            vector, layout = self.algorithm.residual.vector, self.algorithm.layout
+            parts = [] if vector is None else kernels_for(vector).split(vector, layout)
+        return math.sqrt(sum(float(part.reshape(-1) @ part.reshape(-1)) for part in parts))
 
     def _units(self, specs: Sequence[TensorSpec], rates: Mapping[TensorSpec, float] | None) -> dict[str, Any]:
         return {"rates": rates and [rates[spec] for spec in specs]}

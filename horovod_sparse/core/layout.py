@@ -7,6 +7,8 @@ from itertools import accumulate, zip_longest
 from math import prod
 from typing import NamedTuple
 
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # of the dtypes that gradients may have
+
 
 class TensorSpec(NamedTuple):
     """A tensor's name, shape and dtype (as the frameworks spell it: "float32", "bfloat16")."""
@@ -18,6 +20,10 @@ class TensorSpec(NamedTuple):
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZES[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.dtype}{list(self.shape)})"

@@ -27,3 +27,15 @@ class StepStats(NamedTuple):
     """Payload in bytes that this rank handed to Horovod in this step."""
     skipped: bool
     """True if a rank had a non-finite gradient: nothing was exchanged, and the residual is as it was."""
+    dense_bytes: int = 0
+    """What this rank would have handed to Horovod without compression, in bytes: the gradient itself."""
+    selection_s: float = 0.0
+    """Seconds in which this rank has selected and coded, and written the update; on a GPU, has asked for it."""
+    exchange_s: float = 0.0
+    """Seconds from each request to its answer, added up: the network, the ranks' waiting for one another, and, of the
+    first round, whatever this rank did between the backward pass and the optimizer's step."""
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes that this rank did not hand to Horovod; negative in a step that averages A2SGD's parameters."""
+        return self.dense_bytes - self.bytes_sent

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 import posixpath
 import warnings
@@ -125,9 +126,23 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
             density=None if selected is None else selected / numel,
             selected=selected,
             threshold=None,
-            bytes_sent=sum(s.bytes_sent for s in every) + sum(s.numel * tf.as_dtype(s.dtype).size for s in dense),
+            bytes_sent=sum(s.bytes_sent for s in every) + sum(spec.nbytes for spec in dense),
             skipped=any(stats.skipped for stats in every),
+            dense_bytes=sum(s.dense_bytes for s in every) + sum(spec.nbytes for spec in dense),
+            selection_s=sum(s.selection_s for s in every),
+            exchange_s=sum(s.exchange_s for s in every),
         )
+
+    @property
+    def method(self) -> str:
+        """Its name: "micro", "a2sgd", "topk" or "qsgd"."""
+        return self._make_exchange().method
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's number, and the number of ranks, in the last step."""
+        slot = self.last and self.last.slot
+        return slot.exchange.place if slot else (0, 1)
 
     @on_class_or_instance
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -153,7 +168,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         for state in states:
             if "residual" in state:
                 state["residual"] = {name: np.array(part) for name, part in state["residual"].items()}
-        return states[0] if len(states) == 1 else {"method": self._make_exchange().method, "exchanges": states}
+        return states[0] if len(states) == 1 else {"method": self.method, "exchanges": states}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state that `state_dict()` returned; to be called on all ranks.
@@ -168,7 +183,7 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         Raises:
             ValueError: it was not saved by a compressor of this method, or the list is not complete.
         """
-        given = checked(state, self._make_exchange().method)
+        given = checked(state, self.method)
         parts = [part.get("exchanges", [part]) for part in given]  # of several sets of tensors
         if len({len(of_rank) for of_rank in parts}) != 1:
             raise ValueError("load_state_dict: the states are not of the same model")
@@ -186,6 +201,11 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 slot.exchange = loaded.pop(0)
                 slot.exchange.digests = partial(self._digests, key)
         self._waiting = loaded
+
+    def residual_norm(self) -> float | None:
+        """The 2-norm of what this rank holds back; None for a method that holds nothing back. It reads all of it."""
+        norms = [norm for exchange in self._exchanges() if (norm := exchange.residual_norm()) is not None]
+        return math.hypot(*norms) if norms else None
 
     def reset(self) -> None:
         """Forget all state, as if no step had been taken; to be called on all ranks."""

@@ -82,6 +82,16 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         """Figures of the last step; None before the first, and on a single rank, where there is nothing to exchange."""
         return self._exchange.stats
 
+    @property
+    def method(self) -> str:
+        """Its name: "micro", "a2sgd", "topk" or "qsgd"."""
+        return self._exchange.method
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's number, and the number of ranks, in the last step."""
+        return self._exchange.place
+
     @on_class_or_instance
     def compress(self_or_class: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, Context | None]:
         """Called by Horovod for each gradient: returns a token for Horovod to reduce, and the context.
@@ -133,6 +143,10 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         """
         self._find_place()
         self._exchange.load(state)
+
+    def residual_norm(self) -> float | None:
+        """The 2-norm of what this rank holds back; None for a method that holds nothing back. It reads all of it."""
+        return self._exchange.residual_norm()
 
     def reset(self) -> None:
         """Forget all state, as if no step had been taken; to be called on all ranks."""

@@ -4,6 +4,7 @@ latter, which is all that it works with."""
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from training import (
 )
 
 import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.monitor import JSONLines
 from horovod_sparse.tensorflow import DistributedGradientTape
 
 keras = tf.keras
@@ -736,3 +738,32 @@ def test_the_residual_does_not_follow_the_learning_rate_of_adam_and_a_tape_has_n
         loss = tf.reduce_sum(variable)
     with pytest.raises(ValueError, match="follow_learning_rate=True"):
         tape.gradient(loss, [variable])
+
+
+@pytest.mark.parametrize("compression", [hvd.MiCROCompressor, hvd.A2SGDCompressor])
+def test_monitor_callback(compression: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    optimizer = hvd.DistributedOptimizer(sgd(), compression=compression)
+    model = keras_model()
+    fit(model, optimizer, hvd.rank(), epochs=2, callbacks=[hvd.callbacks.MonitorCallback(JSONLines(path), every=4)])
+    if hvd.rank() > 0:
+        assert not path.exists()
+        return
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(4, 2 * STEPS + 1, 4))
+    compressor = hvd.get_compressor(optimizer)
+    last = records[-1]
+    assert last["bytes_sent"] == compressor.stats.bytes_sent
+    assert last["dense_bytes"] == sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert (last["method"], last["world_size"]) == (compressor.method, hvd.size())
+    assert last["selection_s"] > 0 < last["exchange_s"]
+    residual = compressor.state_dict().get("residual", {})
+    norm = np.sqrt(sum(np.square(part, dtype="f8").sum() for part in residual.values()))
+    assert last["residual_norm"] == (pytest.approx(norm, rel=1e-5) if residual else None)
+
+
+def test_monitor_callback_without_a_compressor() -> None:
+    with pytest.raises(TypeError, match="compression=MiCROCompressor"):
+        fit(keras_model(), sgd(), hvd.rank(), callbacks=[hvd.callbacks.MonitorCallback()])
+    with pytest.raises(ValueError, match="every=0"):
+        hvd.callbacks.MonitorCallback(every=0)

@@ -9,6 +9,7 @@ import horovod.tensorflow.keras.callbacks as _horovod
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse.monitor import Monitor, Sink, check_every
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import A2SGDCompressor, get_compressor, tf_variable
 
@@ -205,6 +206,36 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.verbose and hvd.rank() == 0 and self.end_epoch is not None and epoch == self.end_epoch - 1:
             rate = learning_rate_of(self.model.optimizer)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class MonitorCallback(Callback):
+    """Sends the compressor's figures to sinks, on rank 0: see `horovod_sparse.monitor`.
+
+    Args:
+        sinks, every: as for `Monitor`.
+
+    Raises:
+        SettingError: `every` is not a whole number >= 1.
+    """
+
+    def __init__(self, *sinks: Sink, every: int = 1) -> None:
+        super().__init__()
+        self._sinks = sinks
+        self._every = check_every(every)
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Find the compressor.
+
+        Raises:
+            TypeError: the optimizer has none.
+        """
+        self._monitor = Monitor(get_compressor(self.model.optimizer), *self._sinks, every=self._every)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._monitor.step()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        self._monitor.close()
 
 
 class SynchronizeParametersCallback(Callback):

@@ -1,0 +1,137 @@
+"""What the logs of `monitor.JSONLines` say: a table, and plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from rich.table import Table
+
+from horovod_sparse.core.stats import StepStats
+
+
+class Log(NamedTuple):
+    """The records of a run."""
+
+    name: str
+    records: list[dict[str, Any]]
+
+    def values(self, figure: str) -> list[float]:
+        """Those of a figure that are there."""
+        return [record[figure] for record in self.records if record.get(figure) is not None]
+
+
+class LogError(ValueError):
+    """A file is not a log of `JSONLines`."""
+
+
+def read(path: Path) -> Log:
+    """The records of a file. A last line that is cut off, by a run that was killed or still goes on, is left out.
+
+    Raises:
+        LogError: the file cannot be read, holds no record, or has a line that is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogError(f"{path}: {error}") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not {"time", "method", "world_size", *StepStats._fields} <= record.keys():
+                raise ValueError("figures are missing")
+        except (ValueError, AttributeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise LogError(
+                f"{path}, line {number}: {error}: not a record that horovod_sparse.monitor.JSONLines has written"
+            ) from error
+        records.append(record)
+    if not records:
+        raise LogError(f"{path} has no records: on a single rank, or before the first step, there are none")
+    return Log(str(path), records)
+
+
+def make_table(logs: Sequence[Log]) -> Table:
+    """A column for each log."""
+    table = Table(caption="Means over the records; times are medians. Saved: of the bytes of dense training.")
+    table.add_column("")
+    for log in logs:
+        table.add_column(log.name, justify="right", overflow="fold")
+    summaries = [summary(log) for log in logs]
+    for name in summaries[0]:
+        table.add_row(name, *(of_log[name] for of_log in summaries))
+    return table
+
+
+def summary(log: Log) -> dict[str, str]:
+    """A run's figures, by name; empty where it has none."""
+    last = log.records[-1]
+    sent, dense = fmean(log.values("bytes_sent")), fmean(log.values("dense_bytes"))
+    return {
+        "method": last["method"],
+        "ranks": str(last["world_size"]),
+        "last step": f"{last['step']:,}",
+        "skipped steps": str(sum(record["skipped"] for record in log.records)),
+        "density": percent(log.values("density")),
+        "target density": percent(log.values("target_density")),
+        "bytes a step": f"{sent:,.0f}",
+        "saved": f"{1 - sent / max(dense, 1):.2%}",
+        "step": milliseconds(log.values("step_s")),
+        "selection": milliseconds(log.values("selection_s")),
+        "exchange": milliseconds(log.values("exchange_s")),
+    }
+
+
+def percent(values: Sequence[float]) -> str:
+    """Their mean."""
+    return f"{fmean(values):.3%}" if values else ""
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Their median."""
+    return f"{1000 * median(seconds):,.2f} ms" if seconds else ""
+
+
+class Plot(NamedTuple):
+    title: str
+    figures: Mapping[str, str]
+    """What is drawn, and in which style."""
+
+
+PLOTS = (
+    Plot("density, dotted: target", {"density": "-", "target_density": ":"}),
+    Plot("threshold", {"threshold": "-"}),
+    Plot("bytes sent by a rank in a step", {"bytes_sent": "-"}),
+    Plot("norm of rank 0's residual", {"residual_norm": "-"}),
+    Plot("seconds: selection", {"selection_s": "-"}),
+    Plot("seconds: exchange; dotted: whole step", {"exchange_s": "-", "step_s": ":"}),
+)
+
+
+def make_plots(logs: Sequence[Log]) -> Figure:
+    """A diagram for each figure, over the steps, with a colour for each log."""
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    for axes, plot in zip(figure.subplots(2, 3).flat, PLOTS, strict=True):
+        for i, log in enumerate(logs):
+            for name, style in plot.figures.items():
+                points = [(r["step"], r[name]) for r in log.records if r.get(name) is not None]
+                if points:
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{i}", lw=1, marker=".", ms=2)
+        axes.set(title=plot.title, xlabel="step")
+        values = [value for log in logs for name in plot.figures for value in log.values(name)]
+        if values and 0 < 10 * min(values) < max(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+        if not values:
+            axes.text(0.5, 0.5, "no such figure in these logs", ha="center", transform=axes.transAxes)
+    handles = [Line2D([], [], color=f"C{i}") for i in range(len(logs))]
+    figure.legend(handles, [log.name for log in logs], loc="outside lower center", ncols=4)
+    return figure
