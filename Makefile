@@ -19,7 +19,7 @@ export TF_CPP_MIN_LOG_LEVEL = 3
 # A hang is a failure: a test that hangs ends its rank, and with it the job; failing that, the whole job is killed.
 parallel = timeout --kill-after=10 900 $(bin)/mpirun --oversubscribe -np $(1) $(bin)/python -m pytest --exitfirst --color=no
 
-.PHONY: demo bench test check unit parallel jobs package set-up clean
+.PHONY: demo bench test check unit parallel jobs package docs set-up clean
 
 demo: set-up
 	TTY_COMPATIBLE=$$(test -t 1 && echo 1 || echo 0) \
@@ -28,7 +28,7 @@ demo: set-up
 bench: set-up
 	$(bin)/python benchmarks/bench.py
 
-test: check unit parallel jobs package
+test: check unit parallel jobs package docs
 
 check: set-up
 	$(bin)/ruff check .
@@ -54,6 +54,11 @@ jobs: set-up
 # Builds the wheel and the source distribution, installs the wheel by itself, and trains with it.
 package: set-up
 	$(bin)/python -m pytest tests/packaging
+
+# The site, in build/site: a warning is an error. Then every block of code on it runs.
+docs: set-up
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --site-dir build/site
+	timeout --kill-after=10 900 $(bin)/python -m pytest tests/documentation
 
 set-up:
 	@PATH="$(path_before)" $(PYTHON) tools/set_up.py  # not by the Python in .venv, which it may replace

@@ -29,10 +29,8 @@ def flat(arrays):
 
 def step(ranks, vectors, to_array):
     """The updates of all ranks, and the rounds."""
-    updates, rounds = virtual.run(
-        [rank.step(parts(vector, to_array), i, RANKS) for i, (rank, vector) in enumerate(zip(ranks, vectors))]
-    )
-    return updates, rounds
+    given = enumerate(zip(ranks, vectors, strict=True))
+    return virtual.run([rank.step(parts(vector, to_array), i, RANKS) for i, (rank, vector) in given])
 
 
 def held_back(rank):
