@@ -8,6 +8,9 @@ The emulated network needs root; without it, what depends on it is left out, and
 
 from __future__ import annotations
 
+import interrupts
+
+# isort: split
 import os
 import platform
 import subprocess
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import typer
+from outputs import check_output, whole
 from rich.console import Console
 
 import horovod_sparse
@@ -58,12 +62,23 @@ def run(benchmark: Benchmark, console: Console) -> str:
     environment = {**os.environ, "COLUMNS": str(WIDTH), "PYTHONUNBUFFERED": "1"}
     lines = []
     with subprocess.Popen(
-        command, cwd=HERE.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=HERE.parent,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # on Ctrl-C, it is ended once, from here
     ) as process:
         assert process.stdout
-        for line in process.stdout:
-            lines.append(line)
-            console.print(line, end="", markup=False, highlight=False)
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                console.print(line, end="", markup=False, highlight=False)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
     if process.returncode:
         lines.append(f"\nThis benchmark failed with status {process.returncode}.\n")
     return "".join(lines).strip()
@@ -79,10 +94,10 @@ def main() -> None:
     """Run a reduced set of all benchmarks, and write one report."""
     console = Console(width=WIDTH)
     root = os.geteuid() == 0
-    RESULTS.mkdir(exist_ok=True)
+    report = RESULTS / "report.md"
+    check_output(report)
     for name in ("network.json", "step_times.json", "network.png"):  # another run's would tell of other times
         (RESULTS / name).unlink(missing_ok=True)
-    report = RESULTS / "report.md"
     text = f"# horovod_sparse {horovod_sparse.__version__}: benchmarks, reduced\n\n"
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     text += f"{time.strftime('%Y-%m-%d')}, {machine}.\n"
@@ -97,11 +112,12 @@ def main() -> None:
             output = run(benchmark, console)
         failed |= "This benchmark failed" in output
         text += section(benchmark, output, (time.monotonic() - start) / 60)
-        report.write_text(text)  # at once, for the run may be interrupted
+        with whole(report) as part:  # at once, for the run may be interrupted
+            part.write_text(text)
     console.print(f"report: {report.relative_to(HERE.parent)}")
     if failed:
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    interrupts.start(main)

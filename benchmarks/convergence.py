@@ -13,13 +13,13 @@ that link, which network.py measures: `--step-times` takes it, as {workload: {me
 
 from __future__ import annotations
 
+import interrupts
+
+# isort: split
 import hashlib
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -32,7 +32,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import typer
+from launch import launch
 from matplotlib.figure import Figure
+from outputs import check_plot, json_option, save_plot, write_json
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -127,23 +129,11 @@ def train_all(plan: Plan) -> None:
                 print(json.dumps(asdict(run)), flush=True)
 
 
-def launch(plan: Plan) -> Generator[Run, None, None]:
-    """Start the ranks; yields what rank 0 prints. The ranks end with the iterator."""
-    mpirun = Path(sys.executable).parent / "mpirun"
-    command = [str(mpirun), "--oversubscribe", "-np", str(RANKS), sys.executable, __file__]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    environment = {**os.environ, **root, "CONVERGENCE_OF": json.dumps(plan)}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout
-        try:
-            for line in process.stdout:
-                yield Run(**json.loads(line))
-        finally:
-            process.terminate()
-    if process.returncode:
-        raise RuntimeError(f"mpirun ended with status {process.returncode}")
+def reports_of(plan: Plan) -> Generator[Run, None, None]:
+    """Start the ranks; yields what rank 0 reports. The ranks end with the iterator."""
+    with closing(launch(RANKS, __file__, environment={"CONVERGENCE_OF": json.dumps(plan)})) as reports:
+        for report in reports:
+            yield Run(**report)
 
 
 def gain(quality: float, dense: float, metric: str) -> float:
@@ -232,7 +222,7 @@ def main(
     step_times: Annotated[
         Path | None, typer.Option(metavar="FILE", exists=True, help="Seconds a step: {workload: {method: seconds}}.")
     ] = None,
-    results: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Where to write all figures.")] = None,
+    results: Annotated[Path | None, json_option()] = None,
     plot_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where to plot.")] = Path("results"),
 ) -> None:
     """Does compressed training reach the quality of dense training, and what does it send on the way?"""
@@ -245,24 +235,24 @@ def main(
     times: Any = json.loads(step_times.read_text()) if step_times else {}
     if not isinstance(times, dict):
         raise typer.BadParameter(f"{step_times} is not what network.py --step-times writes")
-    for directory in (plot_dir, *([results.parent] if results else [])):
-        directory.mkdir(parents=True, exist_ok=True)
+    plots = {name: plot_dir / f"convergence-{name}.png" for name in plan.steps}
+    for path in plots.values():
+        check_plot(path)
     runs: dict[tuple[str, str, int], Run] = {}
-    with Progress() as progress, closing(launch(plan)) as reports:
+    with Progress() as progress, closing(reports_of(plan)) as reports:
         total = len(plan.seeds) * len(plan.steps) * len(plan.methods) * EVALUATIONS
         task = progress.add_task("starting", total=total)
         for run in reports:
             runs[run.workload, run.method, run.seed] = run
             title = f"{run.workload}, {label(run.method)}, seed {run.seed}: {run.metric} {run.quality[-1]:.4g}"
             progress.update(task, advance=1, description=title)
-            if results:  # at once, for the run may be interrupted
-                results.write_text(json.dumps({"ranks": RANKS, "runs": [asdict(run) for run in runs.values()]}))
+            # At once, for the run may be interrupted.
+            write_json(results, {"ranks": RANKS, "runs": [asdict(run) for run in runs.values()]})
     console = Console()
-    for name in plan.steps:
+    for name, path in plots.items():
         groups = {m: [runs[name, m, s] for s in plan.seeds] for m in plan.methods}
         console.print(make_table(name, groups, times.get(name, {})))
-        path = plot_dir / f"convergence-{name}.png"
-        make_plot(name, groups).savefig(path, dpi=120)
+        save_plot(path, make_plot(name, groups))
         console.print(f"plot: {path}")
 
 
@@ -270,5 +260,4 @@ if __name__ == "__main__":
     if "CONVERGENCE_OF" in os.environ:  # one of the ranks
         train_all(Plan(*json.loads(os.environ["CONVERGENCE_OF"])))
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C: the ranks must end
-        typer.run(main)
+        interrupts.start(main)

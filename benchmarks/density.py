@@ -10,7 +10,9 @@ columns. Takes about 3 minutes of one core and 3 GB. Exit status 1 if the adapti
 
 from __future__ import annotations
 
-import json
+import interrupts
+
+# isort: split
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import sqrt
@@ -20,6 +22,7 @@ from typing import Annotated, TypeAlias
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from outputs import check_output, json_option, whole, write_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
@@ -215,8 +218,10 @@ def main(
     steps: Annotated[int, typer.Option(min=10, help="Steps of each scenario.")] = 20,
     numel: Annotated[int, typer.Option(min=10_000, help="Gradient elements.")] = 1_000_000,
     seed: Annotated[int, typer.Option(help="Seed of the gradients.")] = 0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures of every step here.")] = None,
-    markdown_out: Annotated[Path | None, typer.Option("--markdown", help="Write the table here.")] = None,
+    json_out: Annotated[Path | None, json_option()] = None,
+    markdown_out: Annotated[
+        Path | None, typer.Option("--markdown", metavar="OUT", callback=check_output, help="Where to write the table.")
+    ] = None,
 ) -> None:
     """Measure how well MiCRO's threshold estimators meet the target density."""
     console = Console()
@@ -224,14 +229,11 @@ def main(
     rows: list[Row] = []
     for scenario in track(SCENARIOS, "Scenarios", console=console, transient=True):
         rows += measure(scenario, densities, numel, steps, seed)
+        write_json(json_out, [asdict(row) for row in rows], indent=1)
     console.print(rich_table(rows))
-    for path, text in (
-        (json_out, json.dumps([asdict(row) for row in rows], indent=1)),
-        (markdown_out, markdown_table(rows)),
-    ):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+    if markdown_out:
+        with whole(markdown_out) as part:
+            part.write_text(markdown_table(rows))
     if missed := sum(not row.meets_bar for row in rows):
         console.print(f"[red]The adaptive threshold misses the bar in {missed} of {len(rows)} rows.")
         raise typer.Exit(1)
@@ -239,4 +241,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    interrupts.start(main)

@@ -14,7 +14,6 @@ horovodrun --gloo hides the terminal from the ranks: TTY_COMPATIBLE=1 in the env
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import sys
@@ -30,9 +29,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import typer
-from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from outputs import json_option, plot_option, save_plot, write_json
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -253,28 +252,6 @@ def checked_density(density: float) -> float:
     return density
 
 
-def check_output(path: Path | None) -> Path | None:
-    """Find out now, not after the training, that `path` cannot be written."""
-    if path:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            there = path.exists()
-            path.open("a").close()
-            if not there:
-                path.unlink()
-        except OSError as error:
-            raise typer.BadParameter(str(error)) from None
-    return path
-
-
-def check_plot(path: Path) -> Path:
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise typer.BadParameter(f"{path} must end in one of .{', .'.join(formats)}")
-    check_output(path)
-    return path
-
-
 app = typer.Typer(add_completion=False)
 
 
@@ -287,12 +264,8 @@ def choose(
     density: Annotated[float, typer.Option(callback=checked_density, help="MiCRO's and top-k's.")] = 0.01,
     epochs: Annotated[int, typer.Option(min=1)] = 20,
     seed: Annotated[int | None, typer.Option(min=0, max=2**32, help="A single seed, instead of 0, 1 and 2.")] = None,
-    results: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", callback=check_output, help="Where to write all figures.")
-    ] = None,
-    plot: Annotated[
-        Path, typer.Option(metavar="OUT", callback=check_plot, help="Where to plot loss and density.")
-    ] = Path("results/digits.png"),
+    results: Annotated[Path | None, json_option()] = None,
+    plot: Annotated[Path, plot_option("Where to plot loss and density.")] = Path("results/digits.png"),
 ) -> Choice:
     compressions = list(LABELS) if compression == "all" else [compression]
     return Choice(framework, compressions, [0, 1, 2] if seed is None else [seed], density, epochs, results, plot)
@@ -318,6 +291,12 @@ def load_framework() -> Framework:
     return module
 
 
+def write(path: Path | None, choice: Choice, ranks: int, runs: dict[str, list[Run]]) -> None:
+    """Write what there is so far."""
+    settings = {"framework": choice.framework, "ranks": ranks, "density": choice.density, "epochs": choice.epochs}
+    write_json(path, {**settings, "runs": [asdict(run) for of_compression in runs.values() for run in of_compression]})
+
+
 def compare(choice: Choice, framework: Framework) -> None:
     """Train with each compression and seed, and show the results."""
     hvd = framework.hvd
@@ -333,17 +312,15 @@ def compare(choice: Choice, framework: Framework) -> None:
             progress.update(task, description=title)
             train(run, choice, framework, training, test, advance=lambda: progress.advance(task))
             runs[compression].append(run)
+            if hvd.rank() == 0:
+                write(choice.results, choice, hvd.size(), runs)
             console.print(f"{title}: test accuracy {run.accuracy:.2%}")
     if hvd.rank() > 0:
         return
     console.print(make_table(runs))
-    make_plot(runs, choice, hvd.size()).savefig(choice.plot, dpi=120)
+    save_plot(choice.plot, make_plot(runs, choice, hvd.size()))
     console.print(f"plot: {choice.plot}")
     if choice.results:
-        settings = {"framework": choice.framework, "ranks": hvd.size()}
-        settings |= {"density": choice.density, "epochs": choice.epochs}
-        all_runs = [asdict(run) for of_compression in runs.values() for run in of_compression]
-        choice.results.write_text(json.dumps({**settings, "runs": all_runs}))
         console.print(f"figures: {choice.results}")
 
 

@@ -12,7 +12,9 @@ amounts, outside of the time measured. Takes about 5 minutes and 3 GB.
 
 from __future__ import annotations
 
-import json
+import interrupts
+
+# isort: split
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import typer
+from outputs import json_option, write_json
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -284,7 +287,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, or a GPU as torch names it.")] = "cpu",
     numel: Annotated[int, typer.Option(min=1000, help="Gradient elements, where they do not vary.")] = NUMEL,
     reduced: Annotated[bool, typer.Option(help="Less of everything, in half a minute.")] = False,
-    results: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Where to write all figures.")] = None,
+    results: Annotated[Path | None, json_option()] = None,
 ) -> None:
     """What a compressor does on a rank in a step, apart from communication, in copies of the gradient."""
     if device != "cpu" and not torch.cuda.is_available():
@@ -306,9 +309,7 @@ def main(
     console = Console()
     for name, measure in track(work, "measuring", console=console, transient=True):
         figures[name].append(measure())
-        if results:
-            results.parent.mkdir(parents=True, exist_ok=True)
-            results.write_text(json.dumps({"device": device, **figures}, indent=1))
+        write_json(results, {"device": device, **figures}, indent=1)
     console.print(table_of_steps("What a step costs on a rank", figures["steps"]))
     console.print(table_of_selections(figures["selection"]))
     if "coding" in figures:
@@ -321,4 +322,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    interrupts.start(main)

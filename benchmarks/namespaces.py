@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from interrupts import interrupt
+
 NAME = "hvdsparse"  # of the bridge, and the beginning of all other names
 DIRECTORY = Path("/run", NAME)  # for temporary files
 NETWORK = "198.18.71"  # out of the range that RFC 2544 sets aside for benchmarks
@@ -120,10 +122,6 @@ def make_hosts(n: int) -> Iterator[Hosts]:
             remove_hosts()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def remove_hosts() -> None:

@@ -16,6 +16,9 @@ allgathered. A2SGD's figures include their share of averaging the parameters, on
 
 from __future__ import annotations
 
+import interrupts
+
+# isort: split
 import json
 import os
 import subprocess
@@ -32,8 +35,10 @@ from typing import Annotated, Any, NamedTuple
 import horovod.torch as hvd
 import torch
 import typer
+from launch import objects
 from matplotlib.figure import Figure
 from namespaces import Hosts, bytes_sent, make_hosts
+from outputs import check_output, json_option, plot_option, save_plot, write_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -232,8 +237,8 @@ def run_cell(hosts: Hosts, cell: Cell, budget: float) -> Iterator[Record]:
     ):
         assert process.stdout
         try:
-            for line in process.stdout:
-                yield Record(**json.loads(line))
+            for record in objects(process.stdout):
+                yield Record(**record)
         except BaseException:
             process.terminate()
             raise
@@ -323,27 +328,21 @@ def choice(allowed: Iterable[str], default: str) -> Any:
     return typer.Option(callback=check, help=f"Any of {', '.join(allowed)}; repeatable. Default: {default}.")
 
 
-def output(text: str, *name: str) -> Any:
-    """An option for a file to write; its directory is made at once, not after the measurements."""
-
-    def make_directory(path: Path | None) -> Path | None:
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-    return typer.Option(*name, metavar="OUT", callback=make_directory, help=text)
-
-
 def main(
     hosts: Annotated[list[int] | None, typer.Option(min=2, max=250, help="Repeatable. Default: 2 and 4.")] = None,
     link: Annotated[list[str] | None, choice(LINKS, "all")] = None,
     workload: Annotated[list[str] | None, choice(WORKLOADS, "mlp and lstm")] = None,
     reduced: Annotated[bool, typer.Option("--reduced", help="Fewer steps; by default 2 hosts, 100M, 1G, mlp.")] = False,
-    figures: Annotated[Path | None, output("Where to write all figures.", "--json")] = None,
+    figures: Annotated[Path | None, json_option()] = None,
     step_times: Annotated[
-        Path | None, output("Where to write the times that convergence.py takes; measures them, too.")
+        Path | None,
+        typer.Option(
+            metavar="OUT",
+            callback=check_output,
+            help="Where to write the times that convergence.py takes; measures them, too.",
+        ),
     ] = None,
-    plot: Annotated[Path | None, output("Where to plot the speeds.")] = None,
+    plot: Annotated[Path | None, plot_option("Where to plot the speeds.")] = None,
 ) -> None:
     """How fast each compression trains over slow links, and what it really sends."""
     choices = (
@@ -355,13 +354,10 @@ def main(
     small = [Cell(4, "1G", name) for name in ("lstm-small", "conv")] if step_times else []
 
     def save(results: Results) -> None:
-        if figures:
-            records = [asdict(r) for of_cell in results.values() for r in of_cell.values()]
-            figures.write_text(json.dumps(records, indent=1))
-        if step_times:
-            measured = {cell.workload: of_cell for cell, of_cell in results.items() if cell[:2] == (4, "1G")}
-            times = {name: {m: r.seconds for m, r in of_cell.items()} for name, of_cell in measured.items()}
-            step_times.write_text(json.dumps(times, indent=1))
+        write_json(figures, [asdict(r) for of_cell in results.values() for r in of_cell.values()], indent=1)
+        measured = {cell.workload: of_cell for cell, of_cell in results.items() if cell[:2] == (4, "1G")}
+        times = {name: {m: r.seconds for m, r in of_cell.items()} for name, of_cell in measured.items()}
+        write_json(step_times, times, indent=1)
 
     try:
         results = compare(list(dict.fromkeys(chosen + small)), REDUCED_BUDGET_S if reduced else BUDGET_S, save)
@@ -369,7 +365,7 @@ def main(
         print(f"Error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     if plot:
-        make_plot({cell: results[cell] for cell in chosen}).savefig(plot, dpi=120)
+        save_plot(plot, make_plot({cell: results[cell] for cell in chosen}))
 
 
 if __name__ == "__main__":
@@ -379,4 +375,4 @@ if __name__ == "__main__":
             if hvd.rank() == 0:
                 print(json.dumps(asdict(record)), flush=True)
     else:
-        typer.run(main)
+        interrupts.start(main)

@@ -10,10 +10,11 @@ machine. Take the ratios, not the times.
 
 from __future__ import annotations
 
+import interrupts
+
+# isort: split
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -23,6 +24,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from launch import launch
+from outputs import json_option, write_json
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -111,23 +114,19 @@ def measure(framework: str, steps: int) -> dict[str, float]:
 
 def run(framework: str, steps: int) -> dict[str, float]:
     """`measure`, on two ranks; what rank 0 has measured."""
-    mpirun = Path(sys.executable).parent / "mpirun"
-    command = [mpirun, "--oversubscribe", "-np", "2", sys.executable, __file__, "--steps", str(steps)]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    environment = {**os.environ, **root, "TF_CPP_MIN_LOG_LEVEL": "3", "OVERHEAD_OF": framework}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    results: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OVERHEAD_OF": framework}
+    results: dict[str, float]
+    (results,) = launch(2, __file__, "--steps", str(steps), environment=environment)
     return results
 
 
-def compare(steps: int, repeats: int) -> None:
+def compare(steps: int, repeats: int, results: Path | None) -> None:
     seconds: dict[str, dict[str, list[float]]] = {f: {name: [] for name in LABELS} for f in FRAMEWORKS}
     for _ in track(range(repeats), "measuring"):
         for framework in FRAMEWORKS:
             for name, value in run(framework, steps).items():
                 seconds[framework][name].append(value)
+            write_json(results, seconds, indent=1)
     table = Table("ms a step")
     for heading in (*FRAMEWORKS.values(), "cost in PyTorch", "cost in TensorFlow", "ratio of the costs"):
         table.add_column(heading, justify="right")
@@ -146,6 +145,7 @@ def compare(steps: int, repeats: int) -> None:
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure in a run.")] = 30,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each front end, in turn.")] = 5,
+    results: Annotated[Path | None, json_option()] = None,
 ) -> None:
     """What an exchange costs in a training step, in PyTorch and in TensorFlow."""
     framework = os.environ.get("OVERHEAD_OF")  # one of the ranks
@@ -154,8 +154,8 @@ def main(
         if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
             print(json.dumps(seconds))
     else:
-        compare(steps, repeats)
+        compare(steps, repeats, results)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    interrupts.start(main)

@@ -9,10 +9,11 @@ milliseconds, Horovod looks for what there is to do; `HOROVOD_CACHE_CAPACITY=0` 
 
 from __future__ import annotations
 
+import interrupts
+
+# isort: split
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import product
@@ -23,6 +24,8 @@ from typing import Annotated, Any
 import horovod.torch as hvd
 import torch
 import typer
+from launch import launch
+from outputs import json_option, write_json
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -58,26 +61,22 @@ def measure(repeats: int) -> dict[str, float]:
 
 def run(environment: dict[str, str], repeats: int) -> dict[str, float]:
     """`measure` on two ranks; what rank 0 has measured."""
-    mpirun = Path(sys.executable).parent / "mpirun"
-    command = [mpirun, "--oversubscribe", "-np", "2", sys.executable, __file__]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    of_ranks = {**os.environ, **root, **environment, "ROUNDS_OF": str(repeats)}
-    done = subprocess.run(command, env=of_ranks, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    results: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    results: dict[str, float]
+    (results,) = launch(2, __file__, environment={**environment, "ROUNDS_OF": str(repeats)})
     return results
 
 
 def main(
     repeats: Annotated[int, typer.Option(min=10, help="Of each collective, in a run.")] = 200,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each setting, in turn.")] = 3,
+    results: Annotated[Path | None, json_option()] = None,
 ) -> None:
     """What one of Horovod's collectives takes, and whether it would pay to pad what is exchanged."""
     figures: list[list[dict[str, float]]] = [[] for _ in ENVIRONMENTS]
     console = Console()
     for i in track(list(range(len(ENVIRONMENTS))) * runs, "measuring", console=console, transient=True):
         figures[i].append(run(ENVIRONMENTS[i], repeats))
+        write_json(results, [{"settings": s, "runs": f} for s, f in zip(ENVIRONMENTS, figures, strict=True)], indent=1)
     table = Table("settings of Horovod", caption="ms; in brackets: ratio to the size that stays")
     for kind, size in product(("allreduce", "allgather"), ("stays", "varies")):
         table.add_column(f"{kind}, size {size}", justify="right")
@@ -97,4 +96,4 @@ if __name__ == "__main__":
         if hvd.rank() == 0:
             print(json.dumps(measured))
     else:
-        typer.run(main)
+        interrupts.start(main)

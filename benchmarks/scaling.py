@@ -18,6 +18,9 @@ last term is tested: all others are in what network.py has measured without a li
 
 from __future__ import annotations
 
+import interrupts
+
+# isort: split
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +35,7 @@ import numpy as np
 import typer
 from density import Scenario
 from matplotlib.figure import Figure
+from outputs import json_option, plot_option, save_plot, write_json
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -253,13 +257,10 @@ def main(
     round_s: Annotated[float, typer.Option(help="Seconds of a round: one of Horovod's cycles, and its work.")] = 1.2e-3,
     hop: Annotated[float, typer.Option(help="Seconds that a message takes from one rank to the next.")] = 30e-6,
     network: Annotated[Path | None, typer.Option(exists=True, help="Figures of network.py, to predict.")] = None,
-    results: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Where to write all figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Where to plot the model.")] = None,
+    results: Annotated[Path | None, json_option()] = None,
+    plot: Annotated[Path | None, plot_option("Where to plot the model.")] = None,
 ) -> None:
     """What happens with more ranks."""
-    for path in (results, plot):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
     console = Console()
     elements, steps = (100_000, 4) if reduced else (300_000, 5)
     figures: dict[str, Any] = {"selections": []}
@@ -267,7 +268,7 @@ def main(
         [n for n in RANKS if n <= (32 if reduced else 256)], "virtual ranks", console=console, transient=True
     ):
         figures["selections"] += select_virtually(n, elements, steps, seed)
-        save(results, figures)
+        write_json(results, figures, default=asdict, indent=1)
     console.print(table_of_selections(figures["selections"], elements))
     copy, local = measure_local(1_000_000 if reduced else 5_000_000)
     machine = Machine(compute, copy, local, round_s, hop)
@@ -275,16 +276,11 @@ def main(
     if network:
         figures["predictions"] = list(predict(json.loads(network.read_text())))
         console.print(table_of_predictions(figures["predictions"]))
-    save(results, figures)
+    write_json(results, figures, default=asdict, indent=1)
     console.print(table_of_scales(machine, numel))
     if plot:
-        make_plot(machine, numel).savefig(plot, dpi=120)
-
-
-def save(path: Path | None, figures: dict[str, Any]) -> None:
-    if path:
-        path.write_text(json.dumps(figures, default=asdict, indent=1))
+        save_plot(plot, make_plot(machine, numel))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    interrupts.start(main)
