@@ -15,7 +15,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 
 
 def objects(lines: Iterable[str]) -> Iterator[Any]:
-    """The JSON objects in lines. Other text may be around them: colorama, which numba uses, resets colours at its end."""
+    """The JSON objects in lines, one in each. Text may be around them: colorama, which numba uses, resets colours."""
     return (json.JSONDecoder().raw_decode(line, line.index("{"))[0] for line in lines if "{" in line)
 
 
