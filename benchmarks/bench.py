@@ -23,6 +23,7 @@ from typing import NamedTuple
 import typer
 from outputs import check_output, whole
 from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import horovod_sparse
 
@@ -72,9 +73,13 @@ def run(benchmark: Benchmark, console: Console) -> str:
     ) as process:
         assert process.stdout
         try:
-            for line in process.stdout:
-                lines.append(line)
-                console.print(line, end="", markup=False, highlight=False)
+            with Progress(
+                TextColumn(benchmark.title), TimeElapsedColumn(), console=console, transient=True
+            ) as progress:
+                progress.add_task("")
+                for line in process.stdout:
+                    lines.append(line)
+                    console.print(line, end="", markup=False, highlight=False)
         except BaseException:
             process.terminate()
             process.wait()

@@ -14,11 +14,13 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,8 +47,14 @@ SOURCE_EDITS = (
     ("horovod/torch/CMakeLists.txt", r"CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"),
     # TensorFlow's wheels no longer carry a header that this file includes; it only adds operations for XLA.
     ("horovod/tensorflow/CMakeLists.txt", r"[^\n]*xla_mpi_ops\.cc[^\n]*\n", "\n"),
+    # PyTorch's wheels are made for CUDA. Where there is no whole CUDA toolkit, say nvcc alone, do without it.
+    (
+        "cmake/Modules/FindPytorch.cmake",
+        r"(string\(TOUPPER [^\n]* Pytorch_CUDA\)\n)",
+        r"\1find_package(CUDAToolkit QUIET)\nif(NOT CUDAToolkit_FOUND)\n    set(Pytorch_CUDA FALSE)\nendif()\n",
+    ),
 )
-FREE_GIB = 8
+FREE_GIB = 10  # 8 for .venv, of which PyTorch's wheels for CUDA are half, and what pip downloads
 
 
 class SetUpError(Exception):
@@ -55,6 +63,7 @@ class SetUpError(Exception):
 
 def main() -> int:
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if READY.is_file() and READY.read_text() == fingerprint():
         return 0
     try:
@@ -73,10 +82,10 @@ def main() -> int:
         shutil.rmtree(VENV, ignore_errors=True)
         if not isinstance(error, (SetUpError, KeyboardInterrupt)):
             raise
-        print(
-            f"\nset-up stopped: {error or 'interrupted'}\nNothing was left behind; run the same command again.",
-            file=sys.stderr,
-        )
+        if isinstance(error, KeyboardInterrupt):
+            print("set-up interrupted; nothing was left behind", file=sys.stderr)
+            return 130
+        print(f"set-up stopped: {error}\nNothing was left behind; run the same command again.", file=sys.stderr)
         return 1
     print(f"set-up finished in {time.monotonic() - started:.0f} s")
     return 0
@@ -137,34 +146,67 @@ def check_machine() -> None:
             raise SetUpError(f"{lacking}\n{probe.stderr[-1000:]}")
 
 
-def python(
-    *arguments: str, what: str, cwd: Path = ROOT, env: dict[str, str] | None = None, log: Path | None = None
+def run(
+    command: list[str], what: str, cwd: Path = ROOT, env: dict[str, str] | None = None, log: Path | None = None
 ) -> str:
-    """Run `.venv`'s Python; return what it printed. On failure raise SetUpError with the end of its output."""
-    print(f"set-up: {what} ...", flush=True)
+    """Run a command and show for how long; return what it printed. It ends with this process, with all that it starts.
+
+    Raises:
+        SetUpError: it failed; with the end of its output.
+    """
+    print(f"set-up: {what} ...", end="" if sys.stdout.isatty() else "\n", flush=True)
     environment = {**os.environ, **(env or {}), "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"}
     for variable in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"):
         environment.pop(variable, None)
-    finished = subprocess.run(
-        [str(VENV / "bin" / "python"), *arguments],
-        cwd=cwd,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as output,
+        subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        ) as process,
+    ):
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
+                if sys.stdout.isatty():
+                    print(f"\rset-up: {what} ... {time.monotonic() - started:.0f} s", end="", flush=True)
+        except BaseException:
+            end(process)
+            raise
+        finally:
+            if sys.stdout.isatty():
+                print()
+        output.seek(0)
+        printed = output.read()
     if log:
-        log.write_text(finished.stdout)
-    if finished.returncode != 0:
-        tail = "\n".join(finished.stdout.splitlines()[-40:])
+        log.write_text(printed)
+    if process.returncode != 0:
+        tail = "\n".join(printed.splitlines()[-40:])
         raise SetUpError(f"{what} failed:\n{tail}" + (f"\nThe whole output is in {log}." if log else ""))
-    return finished.stdout
+    return printed
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it has started. pip gets some seconds to remove its temporary files."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def python(
+    *arguments: str, what: str, cwd: Path = ROOT, env: dict[str, str] | None = None, log: Path | None = None
+) -> str:
+    """`run` `.venv`'s Python."""
+    return run([str(VENV / "bin" / "python"), *arguments], what, cwd, env, log)
 
 
 def create_environment() -> None:
     """A fresh `.venv` with the pinned requirements, whose Python knows where its MPI lies."""
-    print(f"set-up: creating {VENV} ...", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+    run([sys.executable, "-m", "venv", str(VENV)], what=f"creating {VENV}")
     python("-m", "pip", "install", "-r", str(REQUIREMENTS), what="installing the requirements")
     # Open MPI's wheel has the prefix of the machine it was built on compiled in. A launcher sets the right one for the
     # ranks it starts; a plain `python train.py` needs it from somewhere, and a .pth file is read at every start.
