@@ -35,6 +35,35 @@ def main(
     """One command for each question."""
 
 
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def advise(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SCRIPT [ARGUMENT]...]", help="Your training script, which is stopped after a few steps."
+        ),
+    ] = None,
+    parameters: Annotated[
+        float | None, typer.Option(help="In the place of a script: how many parameters the model has, such as 25e6.")
+    ] = None,
+    compute_ms: Annotated[
+        float, typer.Option(min=0, help="With --parameters: milliseconds of a step without any exchange.")
+    ] = 0.0,
+    framework: Annotated[
+        str | None, typer.Option(help="torch or tensorflow. Default: what the script imports, or what there is.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to rehearse steps, about.")] = 30.0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Where to write all figures.")] = None,
+) -> None:
+    """Say whether compression pays here, and which setting: horovodrun -np 4 horovod-sparse advise train.py"""
+    from horovod_sparse.advisor import command
+
+    try:
+        command.run(script or [], parameters, compute_ms / 1000, framework, seconds, json_file)
+    except command.CannotAdvise as error:
+        fail(str(error))
+
+
 @app.command()
 def report(
     logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="Files that monitor.JSONLines has written.")],

@@ -1,0 +1,112 @@
+"""`horovod-sparse advise`, on each rank."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+
+from horovod_sparse.advisor.advice import Advice, advise, link_lines, make_table
+from horovod_sparse.advisor.ranks import FRAMEWORKS, Ranks, TensorFlowRanks, TorchRanks
+from horovod_sparse.advisor.script import Profile, TooFewSteps, framework_of, profile
+from horovod_sparse.core.layout import TensorSpec
+
+TENSORS = 32
+"""In so many tensors are a model's parameters, where only their number is known."""
+
+
+class CannotAdvise(Exception):
+    """The message says why, and what to do about it."""
+
+
+def run(
+    script: Sequence[str],
+    parameters: float | None,
+    compute_s: float,
+    framework: str | None,
+    seconds: float,
+    json_file: Path | None,
+) -> None:
+    """Advise; rank 0 prints.
+
+    Raises:
+        CannotAdvise: something is wrong with what was asked for; on all ranks.
+    """
+    if bool(script) == (parameters is not None):
+        raise CannotAdvise("give either a SCRIPT or --parameters, the number of the model's parameters")
+    if parameters is not None and not 1 <= parameters <= 1e12:
+        raise CannotAdvise(f"--parameters {parameters:g}: it must be a number from 1 to 1e12")
+    if framework not in (None, *FRAMEWORKS):
+        raise CannotAdvise(f"--framework {framework}: it must be one of {', '.join(FRAMEWORKS)}")
+    if script:
+        try:
+            framework = framework or framework_of(Path(script[0]))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CannotAdvise(f"{script[0]}: {error}") from error
+    ranks = make_ranks(framework)
+    if ranks.size == 1:
+        raise CannotAdvise("there is one rank, and nothing to exchange: horovodrun -np N horovod-sparse advise ...")
+    if json_file and ranks.rank == 0:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.touch()
+    console = Console(highlight=False, quiet=ranks.rank > 0)
+    if script:
+        console.print(f"running {' '.join(script)}, without exchanges ...")
+        found = profile_of_all(ranks, script, framework or "torch")
+    else:
+        sizes = [int(parameters or 0) // TENSORS] * TENSORS
+        sizes[0] += int(parameters or 0) - sum(sizes)
+        found = Profile(
+            [TensorSpec(f"{i:02}", (size,), "float32") for i, size in enumerate(sizes) if size], compute_s, False
+        )
+    numel = sum(spec.numel for spec in found.tensors)
+    console.print(f"{ranks.size} ranks; {numel:,} parameters; {1000 * found.compute_s:,.1f} ms a step without exchange")
+    advice: Advice | None = None
+    try:
+        for advice in advise(ranks, found, seconds):
+            if json_file and ranks.rank == 0:
+                json_file.write_text(json.dumps(advice.as_json(), indent=1) + "\n")
+    except KeyboardInterrupt:
+        if advice is None:
+            raise
+        console.print("interrupted; what was measured so far:")
+    assert advice
+    for line in link_lines(advice.link, ranks.size):
+        console.print(line)
+    console.print(make_table(advice))
+    for line in advice.lines():
+        console.print(line, soft_wrap=True)
+    if not found.compute_s:
+        console.print(
+            "The time of a step without exchange is not known: --compute-ms would make that more than a guess."
+        )
+
+
+def make_ranks(framework: str | None) -> Ranks:
+    """All ranks of this job, by this framework, or the one that Horovod was built with."""
+    try:
+        return TensorFlowRanks() if framework == "tensorflow" else TorchRanks()
+    except ImportError as error:
+        if framework:
+            raise CannotAdvise(str(error)) from error
+        return make_ranks("tensorflow")
+
+
+def profile_of_all(ranks: Ranks, script: Sequence[str], framework: str) -> Profile:
+    """How the script trains, with the mean of the ranks' times.
+
+    Raises:
+        CannotAdvise: the script failed on this rank, which ends the job, as it would without us.
+    """
+    try:
+        found = profile(Path(script[0]), script[1:], framework)
+    except TooFewSteps as error:
+        raise CannotAdvise(f"{script[0]}, rank {ranks.rank}: {error}") from error
+    except Exception as error:
+        traceback.print_exc()
+        raise CannotAdvise(f"{script[0]}, rank {ranks.rank}: {type(error).__name__}: {error}") from error
+    return found._replace(compute_s=fmean(ranks.gather(found.compute_s)))

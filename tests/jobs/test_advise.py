@@ -1,0 +1,122 @@
+"""`horovodrun -np 2 horovod-sparse advise`, with scripts of users, and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import HOROVODRUN
+
+BIN = Path(sys.executable).parent
+
+TORCH = """
+import sys, time
+import torch
+{imports}
+assert sys.argv[1:] == ["--fast", "3"], sys.argv
+hvd.init()
+model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Linear(300, 10, bias=False))
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(){options})
+{more}
+for step in range(10**9):
+    optimizer.zero_grad()
+    model(torch.randn(8, 100)).square().mean().backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    time.sleep(0.03)
+"""
+KERAS = """
+import numpy as np, tensorflow as tf, time
+import horovod_sparse.tensorflow.keras as hvd
+hvd.init()
+layers = tf.keras.layers
+model = tf.keras.Sequential([layers.Input((100,)), layers.Dense(300), layers.Dense(10, use_bias=False)])
+optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=hvd.MiCROCompressor)
+model.compile(optimizer, "mse", jit_compile=False)
+pause = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.03))
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MonitorCallback(), pause]
+model.fit(np.ones((320, 100)), np.ones((320, 10)), batch_size=8, epochs=10**6, verbose=0, callbacks=callbacks)
+"""
+TAPE = """
+import tensorflow as tf, time
+import horovod.tensorflow as hvd
+hvd.init()
+w, b, v = (tf.Variable(tf.ones(shape)) for shape in ((100, 300), (300,), (300, 10)))
+@tf.function
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(((x @ w + b) @ v) ** 2)
+    tape = hvd.DistributedGradientTape(tape, compression=hvd.Compression.fp16)
+    for p, g in zip((w, b, v), tape.gradient(loss, (w, b, v))):
+        p.assign_sub(1e-6 * g)
+while True:
+    step(tf.ones((8, 100)))
+    time.sleep(0.03)
+"""
+STOCK = {"imports": "import horovod.torch as hvd", "options": "", "more": ""}
+OURS = {
+    "imports": "import horovod_sparse.torch as hvd",
+    "options": ", compression=hvd.MiCROCompressor",
+    "more": "assert hvd.get_compressor(optimizer).stats is None",
+}
+SCRIPTS = {
+    "stock PyTorch": TORCH.format(**STOCK),
+    "ours in PyTorch": TORCH.format(**OURS),
+    "Keras": KERAS,
+    "a stock tape": TAPE,
+}
+
+
+def advise(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", HOROVODRUN, "--gloo", "-np", str(ranks), BIN / "horovod-sparse", "advise"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=110, env=environment)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPTS[name])
+    done = advise("--seconds", "1", "--json", str(tmp_path / "a.json"), str(tmp_path / "train.py"), "--fast", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    advice = json.loads((tmp_path / "a.json").read_text())
+    assert advice["numel"] == 100 * 300 + 300 + 300 * 10
+    assert advice["ranks"] == 2
+    assert advice["compute_s"] >= 0.03
+    assert all(candidate["step_s"] >= advice["compute_s"] for candidate in advice["candidates"])
+    sent = {candidate["setting"]: candidate["bytes_sent"] for candidate in advice["candidates"]}
+    assert sent["Compression.none"] == 4 * advice["numel"] == 2 * sent["Compression.fp16"]
+    assert sent["MiCROCompressor(density=0.1)"] < sent["Compression.fp16"]
+    assert f"{advice['numel']:,} parameters" in done.stdout
+    assert done.stdout.count("MiCROCompressor(density=0.01)") in (1, 2), "rank 0 alone prints"
+
+
+def test_a_model_size() -> None:
+    done = advise("--parameters", "2e5", "--compute-ms", "5", "--seconds", "1", ranks=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 ranks; 200,000 parameters; 5.0 ms a step without exchange" in done.stdout
+    assert "does not pay" in done.stdout or "pays here" in done.stdout or "is enough" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("print('hello')", "took 0 steps"),
+        (
+            "import horovod.torch as hvd; hvd.init(); assert hvd.rank() == 0, 'no data'; hvd.broadcast_object(0)",
+            "train.py, rank 1: AssertionError: no data",
+        ),
+    ],
+)
+def test_a_script_that_does_not_train(script: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    done = advise(str(path))
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())

@@ -1,0 +1,117 @@
+"""What the advisor concludes from figures, and how it watches a script. At work: tests/jobs/test_advise.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from horovod_sparse.advisor import command
+from horovod_sparse.advisor.advice import Advice
+from horovod_sparse.advisor.rehearsal import CANDIDATES, Link, Rehearsed
+from horovod_sparse.advisor.script import STEPS, WARM_UP, Clock, Stopped, TooFewSteps, framework_of
+
+LINK = Link((4, 1024, 1_000_000), (0.001, 0.002, 0.1), (0.001, 0.002, 0.2))
+
+
+def advice(compute_s: float, **step_s: float) -> Advice:
+    """With these times of a step, by the beginning of the setting; 1 second for the others."""
+    times = [next((s for name, s in step_s.items() if name in c.setting.replace(".", "_")), 1.0) for c in CANDIDATES]
+    return Advice(
+        4, 10**6, compute_s, LINK, [Rehearsed(c, s, 0.0, 10.0, 3) for c, s in zip(CANDIDATES, times, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("step_s", "recommended", "speed_up", "words"),
+    [
+        ({}, "Compression.none", 1.0, "does not pay"),
+        ({"A2SGD": 0.96}, "Compression.none", 1.0, "does not pay"),
+        ({"fp16": 0.5, "A2SGD": 0.49}, "Compression.fp16", 2.0, "Half precision is enough"),
+        ({"0_1": 0.42, "0_01)": 0.401, "0_001": 0.4}, "MiCROCompressor(density=0.1)", 1 / 0.42, "pays"),
+        ({"0_1": 0.43, "0_01)": 0.401, "0_001": 0.4}, "MiCROCompressor(density=0.01)", 1 / 0.401, "pays"),
+        ({"0_01)": 0.5, "A2SGD": 0.4}, "A2SGDCompressor", 2.5, "pays"),
+    ],
+)
+def test_the_gentlest_setting_that_is_as_good_as_the_fastest(
+    step_s: dict[str, float], recommended: str, speed_up: float, words: str
+) -> None:
+    given = advice(0.3, **step_s)
+    assert given.recommended.candidate.setting == recommended
+    assert given.speed_up == pytest.approx(speed_up)
+    assert words in given.lines()[0]
+    assert given.as_json()["recommended"] == recommended
+    assert [c["setting"] for c in given.as_json()["candidates"]] == [c.setting for c in CANDIDATES]
+
+
+def test_an_exchange_that_is_still_most_of_a_step_is_told() -> None:
+    assert "more than half" in advice(0.1, A2SGD=0.3).lines()[-1]
+    assert "more than half" not in " ".join(advice(0.2, A2SGD=0.3).lines())
+
+
+def test_link() -> None:
+    assert LINK.latency_s == 0.001
+    assert LINK.allreduce_of(500) == pytest.approx(0.001 + 0.001 * 496 / 1020)
+    assert LINK.allreduce_of(3_000_000) == pytest.approx(0.3)
+    assert LINK.bits_per_s(4) == pytest.approx(8 * 1.5 * 1_000_000 / 0.1)
+
+
+def test_clock_stops_a_script_and_takes_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([0, 50, 60, 70, *(71 + 2 * i for i in range(STEPS - 1)), 200])
+    monkeypatch.setattr("horovod_sparse.advisor.script.time.perf_counter", lambda: next(ends))
+    clock = Clock()
+    for _ in range(WARM_UP + STEPS):
+        clock.tick()
+        assert not clock.done
+    with pytest.raises(Stopped):
+        clock.tick()
+    assert clock.done
+    assert clock.profile().compute_s == 2
+
+
+def test_too_few_steps() -> None:
+    clock = Clock()
+    for _ in range(5):
+        clock.tick()
+    with pytest.raises(TooFewSteps, match=r"took 5 steps .* 7 are needed"):
+        clock.profile()
+
+
+@pytest.mark.parametrize(
+    ("text", "framework"),
+    [
+        ("import horovod.torch as hvd", "torch"),
+        ("from horovod_sparse.tensorflow.keras import callbacks", "tensorflow"),
+        ("import horovod.tensorflow as hvd", "tensorflow"),
+        ("import tensorflow_datasets, horovod_sparse.torch", "torch"),
+    ],
+)
+def test_framework_of_a_script(text: str, framework: str, tmp_path: Any) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert framework_of(tmp_path / "train.py") == framework
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], None), "give either a SCRIPT or --parameters"),
+        ((["train.py"], 5.0), "give either a SCRIPT or --parameters"),
+        ((["missing.py"], None), "missing.py: "),
+        (([], 0.5), "--parameters 0.5: "),
+        (([], float("nan")), "--parameters nan: "),
+        (([], 1e13), r"--parameters 1e\+13: "),
+    ],
+)
+def test_what_cannot_be_asked(arguments: Any, message: str) -> None:
+    with pytest.raises(command.CannotAdvise, match=message):
+        command.run(*arguments, compute_s=0.0, framework=None, seconds=1.0, json_file=None)
+
+
+def test_unknown_framework() -> None:
+    with pytest.raises(command.CannotAdvise, match="--framework jax: it must be one of torch, tensorflow"):
+        command.run([], 5.0, 0.0, "jax", 1.0, None)
+
+
+def test_a_single_rank() -> None:
+    with pytest.raises(command.CannotAdvise, match="horovodrun -np N horovod-sparse advise"):
+        command.run([], 5.0, 0.0, "torch", 1.0, None)
