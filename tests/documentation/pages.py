@@ -134,6 +134,13 @@ assert compression.stats.selected == 65  # a tenth of 64 * 10 + 10 parameters
 """,
     ("docs/index.md", "torch"): TRAIN,
     ("docs/migration.md", "torch"): "optimizer.zero_grad()\ntrain_step()\n",
+    ("docs/monitoring.md", "tensorflow"): "assert hvd.get_compressor(optimizer).stats.step == 1\n",
+    ("docs/monitoring.md", "torch"): """
+import json
+if hvd.rank() == 0:
+    with open("run.jsonl") as log:
+        assert [json.loads(line)["step"] for line in log] == [1, 2, 3]
+""",
 }
 
 

@@ -114,3 +114,5 @@ def test_the_exchange_around_it_saves_its_state_and_flushes():
     np.testing.assert_allclose(exchanged(second, 4), held + gradients(4).mean(axis=0), rtol=1e-4, atol=1e-5)
     assert second[0].stats.selected == LAYOUT.numel
     assert not held_back(second[0].algorithm).any()
+    exchanged(second, 5)
+    assert second[0].stats.selected == 10

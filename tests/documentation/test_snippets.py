@@ -6,6 +6,7 @@ pages.py has what is not run, and why, and what each page takes for granted.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,9 +75,11 @@ def test_script(script, commands, tmp_path):
     (tmp_path / "train.py").write_text(script.text)
     output = run(["bash", "-ec", commands.text], tmp_path)
     if "test accuracy" in script.text:
-        accuracy = float(output.split("test accuracy: ")[1].split("%")[0])
-        assert accuracy > 90
-        assert "density 0.01" in output
+        (accuracy,) = re.findall(r"test accuracy: ([\d.]+)%", output)
+        densities = re.findall(r"density ([\d.]+)", output)
+        assert float(accuracy) > 90
+        assert [float(density) for density in densities] == pytest.approx([0.01] * len(densities), rel=0.1)
+        assert densities
 
 
 commands = [b for b in blocks("sh") if b not in {c for _, c in scripts()} and not b.reason_not_to_run]
