@@ -173,8 +173,7 @@ class TensorBoard:
 class LiveView:
     """A table in the terminal that always shows the last record; where there is no terminal, a line now and then.
 
-    `horovodrun` and `mpirun` hide the terminal from the ranks: TTY_COMPATIBLE=1 in the environment brings the table
-    back.
+    `horovodrun --gloo` hides the terminal from the ranks: TTY_COMPATIBLE=1 in the environment brings the table back.
 
     Args:
         line_every: seconds from one line to the next, where there is no terminal.
