@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from jobs import HOROVODRUN
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -106,8 +107,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_the_demo(folder: Path) -> None:
     figures = folder / "figures" / "digits.json"
+    horovodrun = [sys.executable, "-c", HOROVODRUN, "-np", "2"]
     options = ["--epochs", "5", "--json", figures, "--plot", folder / "digits.png"]
-    with Command(folder, "horovodrun", "-np", "2", sys.executable, BENCHMARKS / "digits.py", *options) as command:
+    with Command(folder, *horovodrun, sys.executable, BENCHMARKS / "digits.py", *options) as command:
         command.wait_until(figures.exists)  # the first training has ended
         command.interrupt(group=True)
         assert json.loads(figures.read_text())["runs"][0]["compression"] == "none"
