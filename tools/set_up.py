@@ -68,8 +68,8 @@ def main() -> int:
         return 0
     try:
         check_machine()
-    except SetUpError as error:
-        print(f"set-up not begun: {error}", file=sys.stderr)
+    except (SetUpError, KeyboardInterrupt) as error:
+        print(f"set-up not begun: {str(error) or 'interrupted'}", file=sys.stderr)
         return 1
     try:
         shutil.rmtree(VENV, ignore_errors=True)
@@ -79,6 +79,7 @@ def main() -> int:
         check_imports()
         READY.write_text(fingerprint())
     except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # for as long as removing takes
         shutil.rmtree(VENV, ignore_errors=True)
         if not isinstance(error, (SetUpError, KeyboardInterrupt)):
             raise
@@ -188,8 +189,8 @@ def run(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it has started. pip gets some seconds to remove its temporary files."""
-    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+    """End a process and what it has started. pip may remove its temporary files, for 10 s, or until a second Ctrl-C."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
         os.killpg(process.pid, signal.SIGINT)
         process.wait(10)
     with suppress(ProcessLookupError):
