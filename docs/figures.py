@@ -43,13 +43,13 @@ def micro_step() -> Figure:
     left = [a.residual.vector.arrays[0] for a in algorithms]
     selected = np.asarray(update.indices)
 
-    figure = Figure(figsize=(12, 8.4))
+    figure = Figure(figsize=(10, 7.6))
     grid = figure.add_gridspec(4, 3, left=0.075, right=0.985, top=0.875, bottom=0.045, wspace=0.06, hspace=0.3)
     place = np.arange(d)
     top = max(abs(h + g).max() for h, g in zip(held, gradients, strict=True)) * 1.35
     titles = [
         "1  Accumulate:\nresidual + gradient",
-        "2  Select, in one's own partition,\nwhat reaches the threshold (dashed)",
+        "2  In one's own partition, select\nwhat reaches the dashed threshold",
         "4  Hold back the rest:\nthe new residual",
     ]
 
@@ -65,7 +65,7 @@ def micro_step() -> Figure:
         for axis, title in zip(axes, titles, strict=True):
             bare(axis, d, top)
             if rank == 0:
-                axis.set_title(title, loc="left", fontsize=12, pad=10, fontweight="bold")
+                axis.set_title(title, loc="left", fontsize=11, pad=10, fontweight="bold")
         axes[0].set_ylabel(f"rank {rank}", color=colour, fontweight="bold", rotation=0, ha="right", va="center")
         acc = held[rank] + gradients[rank]
         axes[0].bar(place - 0.2, held[rank], 0.4, color=MUTED, label="residual")
@@ -114,7 +114,7 @@ def micro_step() -> Figure:
 def micro_rotation() -> Figure:
     """Which rank selects where, step by step."""
     ranks, d = 4, 4
-    figure = Figure(figsize=(12, 3.3))
+    figure = Figure(figsize=(10, 3.1))
     axis = figure.add_axes((0.06, 0.03, 0.5, 0.76))
     for t in range(5):
         for rank in range(ranks):
@@ -157,9 +157,9 @@ def a2sgd_step() -> Figure:
     means = np.array([[g[g >= 0].mean(), g[g < 0].mean()] for g in gradients])
     mean = means.mean(axis=0)
 
-    figure = Figure(figsize=(12, 6.9))
+    figure = Figure(figsize=(10, 6.4))
     grid = figure.add_gridspec(
-        3, 2, left=0.075, right=0.935, top=0.845, bottom=0.075, wspace=0.4, hspace=0.34, height_ratios=[1, 1, 1.05]
+        3, 2, left=0.095, right=0.935, top=0.845, bottom=0.075, wspace=0.4, hspace=0.34, height_ratios=[1, 1, 1.05]
     )
     top = max(abs(gradients).max(), max(abs(a).max() for a in applied)) * 1.2
     titles = [
@@ -181,9 +181,9 @@ def a2sgd_step() -> Figure:
                 axis.set_title(titles[column], loc="left", fontsize=12, pad=10, fontweight="bold")
             if column == 0:
                 axis.set_ylabel(f"rank {rank}", color=colour, fontweight="bold", rotation=0, ha="right", va="center")
-    figure.text(0.52, 0.66, "2  Average\nthe two:", ha="center", va="center", fontsize=12, fontweight="bold")
-    figure.text(0.52, 0.615, f"{mean[0]:+.2f}\n{mean[1]:+.2f}", ha="center", va="top", fontweight="bold")
-    arrow(figure, (0.495, 0.53), (0.545, 0.53))
+    figure.text(0.53, 0.66, "2  Average\nthe two:", ha="center", va="center", fontsize=12, fontweight="bold")
+    figure.text(0.53, 0.615, f"{mean[0]:+.2f}\n{mean[1]:+.2f}", ha="center", va="top", fontweight="bold")
+    arrow(figure, (0.507, 0.53), (0.557, 0.53))
 
     axis = figure.add_subplot(grid[2, :])
     drifting = np.zeros((ranks, 61))
@@ -219,7 +219,7 @@ def a2sgd_step() -> Figure:
 
 def timeline() -> Figure:
     """A step inside Horovod's optimizer for PyTorch, on two ranks whose gradients come in another order."""
-    figure = Figure(figsize=(12, 5.9))
+    figure = Figure(figsize=(10, 5.6))
     axis = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axis.set(xlim=(0, 120), ylim=(0, 59))
     axis.axis("off")
@@ -255,7 +255,7 @@ def timeline() -> Figure:
             va="top" if rank else "bottom",
             color=INK,
         )
-        box(axis, exchange + 26, base, 19.8, 5, "the optimizer's own step", PALE, INK)
+        box(axis, exchange + 26, base, 19.8, 5, "SGD, Adam, ...", PALE, INK)
         axis.text(
             start + 1,
             base + (-1.3 if rank else 6.2),
@@ -287,7 +287,13 @@ def timeline() -> Figure:
     for rank, (y, edge) in enumerate(((38, 30.2), (13, 20.8))):
         arrow(axis, (first_round - 0.6, y), (first_round + 2.6, edge), RANK_COLOURS[rank])
         arrow(axis, (exchange + 13.4, edge), (exchange + 17, y), RANK_COLOURS[rank])
-    axis.text(exchange + 19.5, 25.5, "The first decompress() runs the\nexchange for the whole model.", va="center")
+    axis.text(
+        exchange + 18.5,
+        25.5,
+        "The first decompress() runs the\nexchange for the whole model.",
+        va="center",
+        fontsize=10,
+    )
     axis.text(first_round + 0.6, 41, "started asynchronously,\nbefore step()", fontsize=9, va="center", ha="left")
     return figure
 
