@@ -18,7 +18,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,8 +48,8 @@ ROUNDS = 4
 HERE = Path(__file__).parent
 
 
-def measure(workload: str, budget: float) -> Iterator[tuple[str, float]]:
-    """On each rank: the seconds of a step with each method."""
+def measure(workload: str, budget: float, out: str) -> None:
+    """On each rank: take steps with each method; rank 0 writes the seconds of a step."""
     torch.set_num_threads(1)
     hvd.init()
     trainings = {method: Training(method, workload) for method in METHODS}
@@ -58,12 +57,14 @@ def measure(workload: str, budget: float) -> Iterator[tuple[str, float]]:
         for training in trainings.values():
             if training.spent < budget:
                 training.measure(budget / ROUNDS)
-    for method, training in trainings.items():
-        yield method, training.record(Cell(hvd.size(), "", workload), idle_bytes_per_s=0.0).seconds
+    cell = Cell(hvd.size(), "", workload)
+    seconds = {method: training.record(cell, 0.0).seconds for method, training in trainings.items()}
+    if hvd.rank() == 0:
+        Path(out).write_text(json.dumps(seconds))
 
 
-def run_on(hosts: Hosts, *command: str, **environment: str) -> str:
-    """What a program on all hosts prints.
+def run_on(hosts: Hosts, *command: str, **environment: str) -> None:
+    """Run a program on all hosts.
 
     Raises:
         RuntimeError: it failed.
@@ -72,7 +73,6 @@ def run_on(hosts: Hosts, *command: str, **environment: str) -> str:
     done = subprocess.run([*hosts.mpirun(), *settings, sys.executable, *command], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
-    return done.stdout
 
 
 def compare(hosts: Hosts, link: str, workload: str, seconds: float, budget: float) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def compare(hosts: Hosts, link: str, workload: str, seconds: float, budget: floa
         options = ["--seconds", f"{seconds:g}", "--json", out, str(HERE / "train.py"), workload]
         run_on(hosts, "-m", "horovod_sparse.cli", "advise", *options)
         advice: dict[str, Any] = json.loads(Path(out).read_text())
-    printed = run_on(hosts, __file__, ADVICE_OF=json.dumps([workload, budget]))
-    measured = dict(json.loads(line) for line in printed.splitlines() if line.startswith("["))
+        run_on(hosts, __file__, ADVICE_OF=json.dumps([workload, budget, out]))
+        measured: dict[str, float] = json.loads(Path(out).read_text())
     return {**advice, "link": link, "workload": workload, "measured": measured}
 
 
@@ -140,8 +140,6 @@ def main(
 
 if __name__ == "__main__":
     if "ADVICE_OF" in os.environ:  # one of the ranks
-        for line in measure(*json.loads(os.environ["ADVICE_OF"])):
-            if hvd.rank() == 0:
-                print(json.dumps(line), flush=True)
+        measure(*json.loads(os.environ["ADVICE_OF"]))
     else:
         interrupts.start(main)
