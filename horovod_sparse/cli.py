@@ -35,6 +35,31 @@ def main(
     """One command for each question."""
 
 
+@app.command()
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the findings as JSON, for scripts and bug reports.")
+    ] = False,
+) -> None:
+    """Say what is installed, whether it fits together, and what to do if it does not: then, the status is 1."""
+    import json
+
+    from rich.console import Console
+
+    from horovod_sparse.doctor import PROBLEM, examine, make_table, summary
+
+    with Console(stderr=True).status("trying the frameworks, each in a process of its own ..."):
+        findings = examine()
+    if as_json:
+        typer.echo(json.dumps([finding._asdict() for finding in findings], indent=1))
+    else:
+        console = Console()
+        console.print(make_table(findings))
+        console.print(summary(findings))
+    if any(finding.level == PROBLEM for finding in findings):
+        raise typer.Exit(1)
+
+
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def advise(
     script: Annotated[
