@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 from horovod_sparse.core.exchange import A2SGDExchange, MiCROExchange, QSGDExchange, TopKExchange
 from horovod_sparse.core.schedule import DensitySchedule
+
+# Of `horovodrun --gloo`, Open MPI, and others.
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+_warned_of: set[str] = set()
 
 
 class on_class_or_instance:
@@ -40,6 +46,30 @@ def follows_learning_rate(settings: Mapping[str, Any], plain_sgd: bool) -> bool:
     """Whether what an exchange with these settings holds back is to follow the learning rate of the optimizer."""
     follow = settings.get("follow_learning_rate", False)
     return plain_sgd if follow is None else bool(follow)
+
+
+def operation(hvd: Any, op: object) -> str:
+    """What users call an operation of Horovod's, such as "hvd.Adasum"."""
+    names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+    return next((f"hvd.{name}" for name in names if op == getattr(hvd, name)), repr(op))
+
+
+def warn(hvd: Any, text: str, stacklevel: int) -> None:
+    """Warn, once, on rank 0 alone. Before `hvd.init()`, what started the job has put the rank into the environment."""
+    started_as = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+    if (hvd.rank() if hvd.is_initialized() else started_as) == 0 and text not in _warned_of:
+        _warned_of.add(text)
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+class NotCopied:
+    """What neither pickle nor `copy` can take: it holds the place of this rank, and belongs to one optimizer."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: save its state_dict(), and give it to the "
+            "load_state_dict() of a new one"
+        )
 
 
 class Flushing:
@@ -114,8 +144,9 @@ class A2SGDSettings:
         self, granularity: str = "model", sync_every: int | None = 100, verify_every: int | None = None
     ) -> None:
         super().__init__(partial(A2SGDExchange, granularity, sync_every, verify_every))  # type: ignore[call-arg]
-        if sync_every is None and not (self._hvd.is_initialized() and self._hvd.rank() > 0):
-            warnings.warn(
+        if sync_every is None:
+            warn(
+                self._hvd,
                 "sync_every=None: with A2SGD the replicas drift apart, and nothing brings them together unless "
                 "synchronize_parameters() is called, for example before each evaluation and checkpoint",
                 stacklevel=2,

@@ -105,9 +105,12 @@ def report(
         fail(f"{error}. pip install 'horovod_sparse[report]'")
     try:
         read_logs = [read(path) for path in logs]
-        make_plots(read_logs).savefig(plot, dpi=120)
-    except (LogError, OSError, ValueError) as error:
+    except LogError as error:
         fail(str(error))
+    try:
+        make_plots(read_logs).savefig(plot, dpi=120)
+    except (OSError, ValueError) as error:
+        fail(f"--plot {plot}: {error}")
     console = Console()
     console.print(make_table(read_logs))
     console.print(f"plots: {plot}")

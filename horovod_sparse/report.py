@@ -50,11 +50,15 @@ def read(path: Path) -> Log:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise LogError(
-                f"{path}, line {number}: {error}: not a record that horovod_sparse.monitor.JSONLines has written"
+                f"{path}, line {number}: {error}: not a record that horovod_sparse.monitor.JSONLines has written. "
+                "Give a file that it has written, or take the line out"
             ) from error
         records.append(record)
     if not records:
-        raise LogError(f"{path} has no records: on a single rank, or before the first step, there are none")
+        raise LogError(
+            f"{path} has no records: on a single rank, or before the first step, there are none. Train "
+            "on 2 ranks or more"
+        )
     return Log(str(path), records)
 
 

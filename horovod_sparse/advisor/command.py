@@ -37,7 +37,7 @@ def run(
         CannotAdvise: something is wrong with what was asked for; on all ranks.
     """
     if bool(script) == (parameters is not None):
-        raise CannotAdvise("give either a SCRIPT or --parameters, the number of the model's parameters")
+        raise CannotAdvise("give either a SCRIPT or --parameters, the number of the model's parameters, not both")
     if parameters is not None and not 1 <= parameters <= 1e12:
         raise CannotAdvise(f"--parameters {parameters:g}: it must be a number from 1 to 1e12")
     if framework not in (None, *FRAMEWORKS):
@@ -51,8 +51,11 @@ def run(
     if ranks.size == 1:
         raise CannotAdvise("there is one rank, and nothing to exchange: horovodrun -np N horovod-sparse advise ...")
     if json_file and ranks.rank == 0:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.touch()
+        try:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.touch()
+        except OSError as error:
+            raise CannotAdvise(f"--json {json_file}: {error}. Name a file that can be written") from error
     console = Console(highlight=False, quiet=ranks.rank > 0)
     if script:
         console.print(f"running {' '.join(script)}, without exchanges ...")

@@ -73,7 +73,8 @@ class Clock:
         if len(durations) < AT_LEAST:
             raise TooFewSteps(
                 f"the script took {len(self.times)} steps with an optimizer, or a tape, made by Horovod's "
-                f"DistributedOptimizer or DistributedGradientTape; {WARM_UP + AT_LEAST + 1} are needed"
+                f"DistributedOptimizer or DistributedGradientTape; {WARM_UP + AT_LEAST + 1} are needed: "
+                "let it train for longer, or give --parameters in its place"
             )
         return Profile(self.tensors, median(durations), self.on_gpu)
 

@@ -26,19 +26,26 @@ def merged(given: State | Sequence[State], rank: int, world_size: int) -> dict[s
         return {**(given if own else without_residual(given)), **place}
     states = given
     if any(not isinstance(state.get("step"), int) for state in states):
-        raise ValueError("load_state_dict: there is a state without a step")
+        raise ValueError("load_state_dict: there is a state without a step. Give what state_dict() returned")
     if not any(state["step"] for state in states):  # saved before the first step
         return {**states[0], **place}
     states = sorted(states, key=lambda state: state.get("rank", 0))
     ranks = [state.get("rank", 0) for state in states]
     old_size = states[0].get("world_size", 1)
     if ranks != list(range(old_size)):
-        raise ValueError(f"load_state_dict: the states are of the ranks {ranks}, not of all of the {old_size} ranks")
+        raise ValueError(
+            f"load_state_dict: the states are of the ranks {ranks}, not of all of the {old_size} ranks. Give a list "
+            "with one of each rank"
+        )
     every = [state["residual"] for state in states if state.get("residual")]  # some ranks may hold back nothing
     latest = max(states, key=lambda state: state["step"])
     same_step = all(state["step"] == latest["step"] for state in states) or any(state.get("leads") for state in states)
     if not same_step or any(residual.keys() != every[0].keys() for residual in every):
-        raise ValueError("load_state_dict: the states are not of the same step of the same model")
+        steps = sorted({state["step"] for state in states})
+        raise ValueError(
+            f"load_state_dict: the states, of steps {steps}, are not of the same step of the same model. Give those "
+            "that all ranks saved together"
+        )
     result = {**without_residual(latest), **place}
     if every:
         mine = [state for state in states[rank::world_size] if state.get("residual")]
@@ -61,7 +68,10 @@ def checked(given: object, method: str) -> list[State]:
     for state in states:
         found = state.get("method") if isinstance(state, Mapping) else type(state).__name__
         if found != method:
-            raise ValueError(f"load_state_dict: the state is of {found!r}, not of {method!r}")
+            raise ValueError(
+                f"load_state_dict: the state is of {found!r}, not of {method!r}. Give what the state_dict() of a "
+                "compressor of this method returned, or a list of such"
+            )
     return states
 
 

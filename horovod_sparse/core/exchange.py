@@ -445,8 +445,13 @@ class ResidualExchange(Exchange):
         try:
             density = density_of(self._schedule, algorithm.t, self.settings["density"])
             check_density(density)
-        except Exception as error:  # a function of the user's
-            self.note(f"density_schedule, for step {algorithm.t}: {str(error) or repr(error)}")
+        except SettingError as error:
+            self.note(f"density_schedule, for step {algorithm.t}: {error}")
+        except Exception as error:  # of a function of the user's
+            self.note(
+                f"density_schedule, for step {algorithm.t}, raised {error!r}: it must return a density for each number "
+                "of steps taken so far"
+            )
         else:
             algorithm.density = float(density)
         algorithm.loss_scale = self._loss_scale or 1.0

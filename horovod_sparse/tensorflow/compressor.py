@@ -19,7 +19,6 @@ import inspect
 import math
 import os
 import posixpath
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +34,13 @@ from horovod_sparse import _elastic
 from horovod_sparse._compressor import (
     A2SGDSettings,
     MiCROSettings,
+    NotCopied,
     QSGDSettings,
     TopKSettings,
     is_or_makes,
     on_class_or_instance,
+    operation,
+    warn,
 )
 from horovod_sparse.core import StepStats, TensorSpec
 from horovod_sparse.core.checkpoint import checked
@@ -74,7 +76,7 @@ class Parts(NamedTuple):
     """What it reduces as it is."""
 
 
-class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
+class SparseCompressor(NotCopied, hvd.compression.Compressor):  # type: ignore[misc]
     """What the compressors share: life inside TensorFlow's graphs."""
 
     _hvd = hvd
@@ -91,7 +93,6 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         self._models: weakref.WeakKeyDictionary[Any, Parts] = weakref.WeakKeyDictionary()
         self._met: set[Any] = set()  # the process sets whose ranks are known to have the same settings
         self._process_set: Any = hvd.global_process_set  # the last one
-        self._warned: set[str] = set()
         self._last_slot: Any = None  # its key
         self._mortal: set[Any] = set()  # the slots' keys that are forgotten with their variables
         self.last: Reduction | None = None  # the last one that ran
@@ -186,7 +187,10 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         given = checked(state, self.method)
         parts = [part.get("exchanges", [part]) for part in given]  # of several sets of tensors
         if len({len(of_rank) for of_rank in parts}) != 1:
-            raise ValueError("load_state_dict: the states are not of the same model")
+            raise ValueError(
+                f"load_state_dict: the states are of {sorted(map(len, parts))} sets of tensors, so not of the same "
+                "model. Give those that all ranks saved together"
+            )
         loaded = []
         for of_ranks in zip(*parts, strict=True):
             loaded.append(self._placed(self._make_exchange()))
@@ -373,7 +377,10 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
     def _reduce(self, call: Call) -> list[Any]:
         method = type(self).__name__
         if call.op not in (hvd.Average, hvd.Sum):
-            raise ValueError(f"{method} works with op=hvd.Average and op=hvd.Sum, not with other operations")
+            raise ValueError(
+                f"{method} does not work with op={operation(hvd, call.op)}: use op=hvd.Average or op=hvd.Sum, or "
+                "compression=hvd.Compression.fp16"
+            )
         if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError(
                 f"{method} cannot work in a function that XLA compiles, as Horovod cannot: pass jit_compile=False to "
@@ -387,7 +394,10 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
         specs = specs_of(call)
         for spec in specs:
             if spec.dtype not in FLOATING:
-                raise ValueError(f"{spec}: {method} compresses {', '.join(FLOATING)}")
+                raise ValueError(
+                    f"{spec}: {method} compresses {', '.join(FLOATING)}: give the variable one of these dtypes, or use "
+                    "compression=hvd.Compression.none"
+                )
         self._process_set = call.process_set
         alone = not call.process_set.included() or call.process_set.size() == 1
         if not specs or (alone and not _elastic_job() and not self._waiting):
@@ -446,14 +456,12 @@ class ResidualCompressor(SparseCompressor):
     small = SMALL
 
     def _warn_of_no_name(self, place: str) -> None:
-        if place not in self._warned:
-            self._warned.add(place)
-            warnings.warn(
-                f"hvd.allreduce(..., compression={type(self).__name__}) without name=, at {place.split()[0]}: all "
-                "tensors of this shape that are reduced there share what it holds back. Give each tensor a name of its "
-                "own",
-                stacklevel=2,
-            )
+        warn(
+            hvd,
+            f"hvd.allreduce(..., compression={type(self).__name__}) without name=, at {place.split()[0]}: all tensors "
+            "of this shape that are reduced there share what it holds back. Give each tensor a name of its own",
+            stacklevel=2,
+        )
 
 
 class MiCROCompressor(MiCROSettings, ResidualCompressor):
@@ -574,7 +582,10 @@ def specs_of(call: Call) -> tuple[TensorSpec, ...]:
         # In a graph, a gradient's shape may be unknown where its variable's is not.
         shape = tf.TensorShape((tensor if variable is None else variable).shape)
         if not shape.is_fully_defined():
-            raise ValueError(f"the shape of {name!r} has to be known when it is traced; it is {shape}")
+            raise ValueError(
+                f"the shape of {name!r} has to be known when it is traced; it is {shape}: fix it, for example with "
+                "tf.ensure_shape()"
+            )
         seen[name] += 1
         specs.append(TensorSpec(name if seen[name] == 1 else f"{name}#{seen[name]}", tuple(shape), tensor.dtype.name))
     return tuple(specs)

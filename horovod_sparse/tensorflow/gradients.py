@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse._compressor import follows_learning_rate, is_or_makes
+from horovod_sparse._compressor import follows_learning_rate, is_or_makes, operation
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.compressor import SparseCompressor, tf_variable
 
@@ -40,14 +40,18 @@ class Reducer:
     ) -> None:
         if gradient_predivide_factor != 1.0 and op != hvd.Average:
             raise ValueError(
-                f"gradient_predivide_factor={gradient_predivide_factor}: it works with op=hvd.Average only"
+                f"gradient_predivide_factor={gradient_predivide_factor}: it works with op=hvd.Average only, not with "
+                f"op={operation(hvd, op)}: leave one of the two out"
             )
         if groups is not None and not (isinstance(groups, list) or groups > 0):
             raise ValueError(f"groups={groups!r}: it must be a number > 0, or a list of lists of variables")
         self.compression = compression
         self._ours = is_or_makes(compression, SparseCompressor)
         if self._ours and op not in (hvd.Average, hvd.Sum):
-            raise ValueError(f"{type(compression).__name__} works with op=hvd.Average and op=hvd.Sum alone")
+            raise ValueError(
+                f"{type(compression).__name__} does not work with op={operation(hvd, op)}: use op=hvd.Average or "
+                "op=hvd.Sum, or compression=hvd.Compression.fp16"
+            )
         self._sparse_as_dense = sparse_as_dense
         self._op = op
         self.process_set = process_set

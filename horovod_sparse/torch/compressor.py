@@ -28,11 +28,13 @@ from horovod_sparse import _elastic
 from horovod_sparse._compressor import (
     A2SGDSettings,
     MiCROSettings,
+    NotCopied,
     QSGDSettings,
     TopKSettings,
     follows_learning_rate,
     is_or_makes,
     on_class_or_instance,
+    operation,
 )
 from horovod_sparse.core import FlatLayout, StepStats, TensorSpec
 from horovod_sparse.core.collectives import Array
@@ -59,7 +61,7 @@ class Context(NamedTuple):
     gradient: FlatGradient
 
 
-class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
+class SparseCompressor(NotCopied, hvd.compression.Compressor):  # type: ignore[misc]
     """What the compressors share: life inside Horovod's optimizer."""
 
     _hvd = hvd
@@ -189,10 +191,11 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 f"this {type(self).__name__} already serves another optimizer, and two optimizers cannot share a "
                 "residual: give each an instance of its own, or the class"
             )
-        if getattr(optimizer, "op", hvd.Adasum) == hvd.Adasum:  # Horovod's optimizer for Adasum has no `op`
+        op = getattr(optimizer, "op", hvd.Adasum)  # Horovod's optimizer for Adasum has no `op`
+        if op not in (hvd.Average, hvd.Sum):
             raise ValueError(
-                f"{type(self).__name__} does not work with op=hvd.Adasum, which combines whole gradients: use "
-                "op=hvd.Average or op=hvd.Sum, or Adasum with compression=hvd.Compression.fp16"
+                f"{type(self).__name__} does not work with op={operation(hvd, op)}: use op=hvd.Average or op=hvd.Sum, "
+                "or compression=hvd.Compression.fp16"
             )
         self._optimizer = weakref.ref(optimizer)
         self._collectives = None
@@ -316,7 +319,10 @@ class SparseCompressor(hvd.compression.Compressor):  # type: ignore[misc]
                 "that come later: pass sparse_as_dense=True to hvd.DistributedOptimizer, and no groups"
             )
         elif tensor.dtype not in FLOATING:
-            problem = f"{spec}: {type(self).__name__} compresses float16, bfloat16, float32 and float64"
+            problem = (
+                f"{spec}: {type(self).__name__} compresses float16, bfloat16, float32 and float64: give the parameter "
+                "one of these dtypes, or use compression=hvd.Compression.none"
+            )
         else:
             return True
         self._exchange.note(problem)

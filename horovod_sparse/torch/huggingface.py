@@ -43,8 +43,8 @@ class HorovodTrainer(Trainer):
         optimizer = _unwrapped(super().create_optimizer(*args, **kwargs))
         if not hasattr(optimizer, "skip_synchronize"):
             raise TypeError(
-                f"optimizers=({type(optimizer).__name__}, ...): HorovodTrainer works with an optimizer made by "
-                "hvd.DistributedOptimizer"
+                f"optimizers=({type(optimizer).__name__}, ...): HorovodTrainer needs an optimizer made by "
+                "hvd.DistributedOptimizer: pass optimizers=(hvd.DistributedOptimizer(...), scheduler)"
             )
         self._until_stepped = ExitStack()
         optimizer.register_step_post_hook(lambda *_: self._until_stepped.close())

@@ -6,7 +6,7 @@ import inspect
 from functools import wraps
 from typing import Any
 
-from horovod_sparse._compressor import is_or_makes
+from horovod_sparse._compressor import is_or_makes, operation
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compressor import SparseCompressor, get_compressor
 
@@ -18,8 +18,11 @@ def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
     arguments = _signature.bind(*args, **kwargs).arguments
     compression = arguments.get("compression", hvd.Compression.none)
     ours = is_or_makes(compression, SparseCompressor)
-    if ours and arguments.get("op") == hvd.Adasum:
-        raise ValueError(f"compression={compression!r} does not work with op=hvd.Adasum: use hvd.Average or hvd.Sum")
+    op = arguments.get("op", hvd.Average)
+    if ours and op not in (hvd.Average, hvd.Sum):
+        raise ValueError(
+            f"compression={compression!r} does not work with op={operation(hvd, op)}: use hvd.Average or hvd.Sum"
+        )
     optimizer = hvd.DistributedOptimizer(*args, **kwargs)
     if ours:
         get_compressor(optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -440,6 +441,9 @@ def test_callbacks_that_cannot_work_say_so() -> None:
     synchronize = hvd.callbacks.SynchronizeParametersCallback()
     with pytest.raises(TypeError, match="compression=MiCROCompressor"):
         fit(keras_model(), hvd.DistributedOptimizer(sgd()), hvd.rank(), callbacks=[synchronize])
+    micro = hvd.DistributedOptimizer(sgd(), compression=hvd.MiCROCompressor)
+    with pytest.raises(TypeError, match=r"not for MiCROCompressor, .+ leave the callback out"):
+        fit(keras_model(), micro, hvd.rank(), callbacks=[synchronize])
 
 
 def test_synchronize_parameters_callback() -> None:
@@ -591,9 +595,12 @@ def test_xla_is_turned_off_where_keras_would_use_it_unasked(monkeypatch: pytest.
     gpu = SimpleNamespace(device_type="GPU", name="/physical_device:GPU:0")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: [*devices, gpu])
     for compression in (hvd.Compression.none, hvd.MiCROCompressor):
+        monkeypatch.setattr("horovod_sparse._compressor._warned_of", set())
         model = keras_model()
-        with pytest.warns(UserWarning, match="jit_compile=False"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             fit(model, hvd.DistributedOptimizer(sgd(), compression=compression), hvd.rank())
+        assert ["jit_compile=False" in str(warning.message) for warning in caught].count(True) == (hvd.rank() == 0)
         assert same_on_all_ranks(model.get_weights())
     plain = keras_model()
     plain.compile(sgd(), loss_function)
@@ -619,7 +626,7 @@ def test_optimizer_wrapped_twice() -> None:
     ("options", "message"),
     [
         ({"compression": "micro"}, "compression='micro'"),
-        ({"compression": hvd.MiCROCompressor, "op": 2}, "op"),
+        ({"compression": hvd.MiCROCompressor, "op": 2}, "MiCROCompressor does not work with op=hvd.Adasum"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor"),
         ({"groups": 0}, "groups"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),

@@ -302,14 +302,14 @@ def test_allreduce_in_functions_of_the_users_with_horovods_names() -> None:
 
 
 def test_allreduce_without_a_name_warns() -> None:
-    """Once for each place."""
+    """Once for each place, on rank 0."""
     compressor = hvd.MiCROCompressor()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             hvd.allreduce(tf.ones(2000), compression=compressor)
         hvd.allreduce(tf.ones(2000), compression=compressor, name="test.named")
-    assert ["without name=" in str(warning.message) for warning in caught].count(True) == 1
+    assert ["without name=" in str(warning.message) for warning in caught].count(True) == (hvd.rank() == 0)
 
 
 def test_watched_tensor_as_a_source() -> None:

@@ -1,10 +1,13 @@
 """Bad settings are refused at construction."""
 
+import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from horovod_sparse._compressor import operation, warn
 from horovod_sparse.core import A2SGD, QSGD, FlatLayout, MiCRO, TopK, WarmUp, a2sgd, micro, qsgd
 from horovod_sparse.core.exchange import A2SGDExchange, MiCROExchange, QSGDExchange, TopKExchange
 
@@ -122,3 +125,38 @@ def test_good_settings_of_topk_are_taken(density, k):
 @pytest.mark.parametrize("bits", [2, 4, 8, np.int64(4)])
 def test_good_settings_of_qsgd_are_taken(bits):
     assert QSGD(LAYOUT, bits).bits == bits
+
+
+HVD = SimpleNamespace(is_initialized=lambda: True, rank=lambda: 0, Average=0, Sum=1, Adasum=2, Min=3, Max=4, Product=5)
+BEFORE_INIT = SimpleNamespace(is_initialized=lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("hvd", "environment", "warns"),
+    [
+        (HVD, {}, True),
+        (HVD, {"HOROVOD_RANK": "3"}, True),
+        (SimpleNamespace(is_initialized=lambda: True, rank=lambda: 1), {"HOROVOD_RANK": "0"}, False),
+        (BEFORE_INIT, {}, True),
+        (BEFORE_INIT, {"HOROVOD_RANK": "0"}, True),
+        (BEFORE_INIT, {"HOROVOD_RANK": "1"}, False),
+        (BEFORE_INIT, {"OMPI_COMM_WORLD_RANK": "10"}, False),
+        (BEFORE_INIT, {"PMI_RANK": "2"}, False),
+    ],
+)
+def test_rank_0_alone_warns_and_once(hvd, environment, warns, monkeypatch):
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("horovod_sparse._compressor._warned_of", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            warn(hvd, "text", stacklevel=1)
+    assert [(str(warning.message), warning.filename) for warning in caught] == ([("text", __file__)] if warns else [])
+
+
+@pytest.mark.parametrize(("op", "name"), [(0, "hvd.Average"), (1, "hvd.Sum"), (3, "hvd.Min"), ("sum", "'sum'")])
+def test_operations_have_the_names_that_users_give_them(op, name):
+    assert operation(HVD, op) == name

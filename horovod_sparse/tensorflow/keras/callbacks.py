@@ -121,7 +121,7 @@ class LearningRateScheduleCallback(Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ValueError("initial_lr=None: the initial learning rate is required")
+            raise ValueError("initial_lr=None: pass the learning rate of the first epoch, before any multiplier")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -145,7 +145,10 @@ class LearningRateScheduleCallback(Callback):
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
-                raise ValueError(f"{type(self).__name__} needs steps_per_epoch: Keras does not know it here")
+                raise ValueError(
+                    f"{type(self).__name__}: steps_per_epoch={self.steps_per_epoch}, and Keras does not know it here: "
+                    "pass the number of batches"
+                )
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch = epoch
@@ -254,7 +257,8 @@ class SynchronizeParametersCallback(Callback):
         compressor = get_compressor(self.model.optimizer)
         if not isinstance(compressor, A2SGDCompressor):
             raise TypeError(
-                f"SynchronizeParametersCallback is for A2SGDCompressor, not for {type(compressor).__name__}"
+                f"SynchronizeParametersCallback is for A2SGDCompressor, not for {type(compressor).__name__}, whose "
+                "parameters never differ between ranks: leave the callback out"
             )
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -286,6 +290,7 @@ def learning_rate_of(optimizer: Any) -> float:
     rate = optimizer.learning_rate
     if isinstance(getattr(optimizer, "_learning_rate", rate), tf.keras.optimizers.schedules.LearningRateSchedule):
         raise TypeError(
-            "the optimizer has a LearningRateSchedule, so no callback can set its learning rate: give it a number"
+            "the optimizer has a LearningRateSchedule, so no callback can set its learning rate: give it a number, or "
+            "leave the callback out"
         )
     return float(np.asarray(rate))

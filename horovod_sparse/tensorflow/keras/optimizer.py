@@ -11,13 +11,13 @@ gradient is shown to all ranks first. Keras wraps optimizers by itself, in `comp
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
 
 import tensorflow as tf
 
+from horovod_sparse._compressor import warn
 from horovod_sparse.tensorflow._horovod import PREFIX, hvd
 from horovod_sparse.tensorflow.compressor import SparseCompressor, tf_variable
 from horovod_sparse.tensorflow.gradients import Reducer
@@ -69,8 +69,8 @@ class Distribution:
         dense = [self.reducer.densified(gradient) for gradient in gradients]
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in dense):
             raise ValueError(
-                "backward_passes_per_step > 1 cannot add up sparse gradients (tf.IndexedSlices): pass "
-                "sparse_as_dense=True"
+                f"backward_passes_per_step={self._passes}: sparse gradients (tf.IndexedSlices) cannot be added up: "
+                "pass sparse_as_dense=True"
             )
         with tf.init_scope():
             _build(optimizer, variables)
@@ -155,7 +155,10 @@ class _DistributedKeras3(_Distributed):
             return
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if len(gradients) != len(variables):
-            raise ValueError(f"apply() was given {len(gradients)} gradients of {len(variables)} variables")
+            raise ValueError(
+                f"apply() was given {len(gradients)} gradients of {len(variables)} variables: give it one for each, "
+                "None where there is none"
+            )
         self._distribution(self, gradients, variables, lambda reduced: apply(reduced, variables))
 
 
@@ -216,7 +219,8 @@ def _leave_xla_out(model: type) -> None:
         if not isinstance(getattr(optimizer, "inner_optimizer", optimizer), _Distributed):
             return original(self)
         if original(self):
-            warnings.warn(
+            warn(
+                hvd,
                 'jit_compile="auto": turned off, for XLA cannot compile the exchange of gradients between ranks. Pass '
                 "jit_compile=False to model.compile() to be silent",
                 stacklevel=2,
@@ -229,9 +233,14 @@ def _leave_xla_out(model: type) -> None:
 
 def _check(optimizer: Any) -> None:
     if isinstance(optimizer, _Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already: its gradients would be reduced twice")
+        raise ValueError(
+            f"this {type(optimizer).__name__} is a DistributedOptimizer already, and its gradients would be reduced "
+            "twice: wrap an optimizer once"
+        )
     if not _is_of("keras", optimizer) and not _is_of("tf_keras", optimizer):
-        raise TypeError(f"DistributedOptimizer takes an optimizer of Keras, not {optimizer!r}")
+        raise TypeError(
+            f"DistributedOptimizer takes an optimizer of Keras, such as keras.optimizers.SGD(0.1), not {optimizer!r}"
+        )
 
 
 def _is_of(keras: str, optimizer: Any) -> bool:
