@@ -268,7 +268,8 @@ class Exchange:
                     raise ValueError(f"its step is {self.algorithm.t}")
                 self._restore(state, arrays)
             except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-                self.note(f"the loaded state does not fit: {error}. Load one of this model, or call reset()")
+                reason = f"it has no {error}" if isinstance(error, KeyError) else error
+                self.note(f"the loaded state does not fit: {reason}. Load one of this model, or call reset()")
 
     def _extend(self, layout: FlatLayout, arrays: Sequence[Array]) -> None:
         """More tensors are trained from now on; whether on all ranks, is for all to see.

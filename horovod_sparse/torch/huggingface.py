@@ -12,10 +12,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
-
 from horovod_sparse.monitor import Monitor, Sink, check_every
 from horovod_sparse.torch.compressor import get_compressor
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "horovod_sparse.torch.huggingface needs transformers: pip install 'horovod_sparse[huggingface]'"
+    ) from error
 
 
 class HorovodTrainer(Trainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,13 @@ def test_what_cannot_be_asked(arguments: Any, message: str) -> None:
 def test_unknown_framework() -> None:
     with pytest.raises(command.CannotAdvise, match="--framework jax: it must be one of torch, tensorflow"):
         command.run([], 5.0, 0.0, "jax", 1.0, None)
+
+
+def test_json_that_cannot_be_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "make_ranks", lambda framework: SimpleNamespace(rank=0, size=2))
+    (tmp_path / "file").touch()
+    with pytest.raises(command.CannotAdvise, match=f"--json {tmp_path}/file/out.json: .+ can be written"):
+        command.run([], 5.0, 0.0, "torch", 1.0, tmp_path / "file" / "out.json")
 
 
 def test_a_single_rank() -> None:

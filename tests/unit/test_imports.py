@@ -151,3 +151,8 @@ def test_horovod_without_the_extension_is_an_import_error_that_tells_to_build_it
     message = import_error(module, preparation)
     assert "built without it" in message
     assert f"HOROVOD_WITH_{framework.upper()}=1 pip install" in message
+
+
+def test_missing_transformers_is_an_import_error_that_tells_to_install_it():
+    message = import_error("torch.huggingface", "sys.modules['transformers'] = None")
+    assert message.strip().endswith("needs transformers: pip install 'horovod_sparse[huggingface]'")

@@ -243,5 +243,5 @@ def test_report_that_cannot_be_written(plot: str, tmp_path: Path) -> None:
     log = write_log(tmp_path / "a", [a_record(1)])
     result = run(app, ["report", log, "--plot", str(tmp_path / plot)])
     assert result.exit_code == 1
-    assert result.output.startswith("horovod-sparse: ")
+    assert result.output.startswith(f"horovod-sparse: --plot {tmp_path / plot}: ")
     assert run(app, ["report", str(tmp_path / "nothing"), "--plot", str(tmp_path / "out.png")]).exit_code == 1

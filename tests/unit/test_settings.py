@@ -1,4 +1,4 @@
-"""Bad settings are refused at construction."""
+"""Bad settings are refused at construction; warnings and errors say what they should."""
 
 import warnings
 from functools import partial
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse._compressor import operation, warn
-from horovod_sparse.core import A2SGD, QSGD, FlatLayout, MiCRO, TopK, WarmUp, a2sgd, micro, qsgd
+from horovod_sparse.core import A2SGD, QSGD, FlatLayout, MiCRO, TensorSpec, TopK, WarmUp, a2sgd, micro, qsgd, virtual
 from horovod_sparse.core.exchange import A2SGDExchange, MiCROExchange, QSGDExchange, TopKExchange
 
 LAYOUT = FlatLayout.flat(10)
@@ -160,3 +160,11 @@ def test_rank_0_alone_warns_and_once(hvd, environment, warns, monkeypatch):
 @pytest.mark.parametrize(("op", "name"), [(0, "hvd.Average"), (1, "hvd.Sum"), (3, "hvd.Min"), ("sum", "'sum'")])
 def test_operations_have_the_names_that_users_give_them(op, name):
     assert operation(HVD, op) == name
+
+
+def test_loaded_state_without_a_step_says_what_is_missing():
+    exchange = MiCROExchange(0.1, "adaptive", None)
+    exchange.load({"method": "micro"})
+    gradient = {TensorSpec("w", (4,), "float32"): np.ones(4, np.float32)}
+    with pytest.raises(RuntimeError, match="the loaded state does not fit: it has no 'step'"):
+        virtual.run([exchange.step(gradient, 0, 1)])
