@@ -164,11 +164,12 @@ print(json.dumps({"version": torch.__version__, "gpus": torch.cuda.device_count(
         ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly"),
         "tensorflow",
         """
-import json, traceback
+import json, sys, traceback
 import tensorflow as tf
 figures = {"version": tf.__version__, "gpus": len(tf.config.list_physical_devices("GPU"))}
 try:
-    figures["keras"] = tf.keras.__version__
+    # tf.keras itself need not have a version.
+    figures["keras"] = sys.modules[tf.keras.Model.__module__.split(".")[0]].__version__
 except Exception:
     figures["keras_error"] = traceback.format_exc()
 print()

@@ -168,6 +168,15 @@ def test_keras(keras: str | None, tf_keras: str | None, environment: dict[str, s
     assert words in finding.remedy
 
 
+@pytest.mark.parametrize(("legacy", "package", "level"), [("0", "keras", WARNING), ("1", "tf_keras", OK)])
+def test_keras_that_is_here(legacy: str, package: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", legacy)
+    figures = doctor.run_probe(TENSORFLOW.probe).figures
+    assert figures
+    assert figures["keras"] == distribution(package).version
+    assert keras_finding(figures, distribution("tf_keras").version, os.environ).level == level
+
+
 def test_keras_that_cannot_be_imported() -> None:
     figures = {"version": "2.21.0", "keras_error": "Traceback\nModuleNotFoundError: No module named 'pkg_resources'\n"}
     finding = keras_finding(figures, None, {})
