@@ -68,11 +68,14 @@ def run(
         )
     numel = sum(spec.numel for spec in found.tensors)
     console.print(f"{ranks.size} ranks; {numel:,} parameters; {1000 * found.compute_s:,.1f} ms a step without exchange")
+    console.print(f"measuring the link, then rehearsing each setting, for some {seconds:g} s ...")
     advice: Advice | None = None
     try:
-        for advice in advise(ranks, found, seconds):
-            if json_file and ranks.rank == 0:
-                json_file.write_text(json.dumps(advice.as_json(), indent=1) + "\n")
+        with console.status("") as status:
+            for turn, advice in enumerate(advise(ranks, found, seconds), 2):
+                status.update(f"turn {turn}: {advice.recommended.candidate.setting} so far")
+                if json_file and ranks.rank == 0:
+                    json_file.write_text(json.dumps(advice.as_json(), indent=1) + "\n")
     except KeyboardInterrupt:
         if advice is None:
             raise
