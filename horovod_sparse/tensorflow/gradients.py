@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from horovod_sparse._compressor import follows_learning_rate, is_or_makes, operation
@@ -38,13 +39,15 @@ class Reducer:
         process_set: Any = hvd.global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
+        if not (isinstance(gradient_predivide_factor, int | float | np.number) and gradient_predivide_factor > 0):
+            raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r}: it must be a number > 0")
         if gradient_predivide_factor != 1.0 and op != hvd.Average:
             raise ValueError(
                 f"gradient_predivide_factor={gradient_predivide_factor}: it works with op=hvd.Average only, not with "
                 f"op={operation(hvd, op)}: leave one of the two out"
             )
-        if groups is not None and not (isinstance(groups, list) or groups > 0):
-            raise ValueError(f"groups={groups!r}: it must be a number > 0, or a list of lists of variables")
+        if not (groups is None or isinstance(groups, list) or (isinstance(groups, int | np.integer) and groups > 0)):
+            raise ValueError(f"groups={groups!r}: it must be a whole number > 0, or a list of lists of variables")
         self.compression = compression
         self._ours = is_or_makes(compression, SparseCompressor)
         if self._ours and op not in (hvd.Average, hvd.Sum):

@@ -74,6 +74,8 @@ def DistributedGradientTape(
     Raises:
         ValueError, TypeError: a setting is wrong.
     """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise TypeError(f"DistributedGradientTape takes a tf.GradientTape, not {gradtape!r}")
     tape: Any = object.__new__(type(type(gradtape).__name__, (_DistributedGradientTape, type(gradtape)), {}))
     vars(tape).update(vars(gradtape))
     tape._local_sources = {}

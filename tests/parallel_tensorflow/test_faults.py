@@ -327,10 +327,16 @@ def test_settings_that_cannot_be() -> None:
         ({"compression": "micro"}, "compression='micro'"),
         ({"compression": hvd.Compression.micro, "op": hvd.Adasum}, "MiCROCompressor does not work with op=hvd.Adasum"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor=2.0: .+ with op=hvd.Sum:"),
-        ({"groups": 0}, "groups"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor=0: it must"),
+        ({"gradient_predivide_factor": "2"}, "gradient_predivide_factor='2': it must"),
+        ({"groups": 0}, "groups=0: it must"),
+        ({"groups": "all"}, "groups='all': it must"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             hvd.DistributedGradientTape(tape, **options)
+    with pytest.raises(TypeError, match=r"takes a tf\.GradientTape, not None"):
+        hvd.DistributedGradientTape(None)
+    hvd.DistributedGradientTape(tape, groups=np.int64(2), gradient_predivide_factor=np.float32(2))
     with pytest.raises(TypeError, match="get_compressor"):
         hvd.get_compressor(hvd.DistributedGradientTape(tape))
     with pytest.raises(TypeError, match="get_compressor"):

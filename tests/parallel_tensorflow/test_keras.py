@@ -628,8 +628,10 @@ def test_optimizer_wrapped_twice() -> None:
         ({"compression": "micro"}, "compression='micro'"),
         ({"compression": hvd.MiCROCompressor, "op": 2}, "MiCROCompressor does not work with op=hvd.Adasum"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor"),
-        ({"groups": 0}, "groups"),
-        ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
+        ({"groups": (1,)}, r"groups=\(1,\): it must"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0: it must"),
+        ({"backward_passes_per_step": 1.5}, "backward_passes_per_step=1.5: it must"),
+        ({"backward_passes_per_step": "2"}, "backward_passes_per_step='2': it must"),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from horovod_sparse._compressor import warn
@@ -37,8 +38,8 @@ class Distribution:
     """
 
     def __init__(self, reducer: Reducer, backward_passes_per_step: int, average_aggregated_gradients: bool) -> None:
-        if backward_passes_per_step < 1:
-            raise ValueError(f"backward_passes_per_step={backward_passes_per_step}: it must be 1 or more")
+        if not (isinstance(backward_passes_per_step, int | np.integer) and backward_passes_per_step >= 1):
+            raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: it must be a whole number >= 1")
         self.reducer = reducer
         self.local_variables: dict[int, Any] = {}
         self._passes = backward_passes_per_step
