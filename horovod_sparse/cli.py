@@ -72,7 +72,7 @@ def advise(
         float | None, typer.Option(help="In the place of a script: how many parameters the model has, such as 25e6.")
     ] = None,
     compute_ms: Annotated[
-        float, typer.Option(min=0, help="With --parameters: milliseconds of a step without any exchange.")
+        float, typer.Option(min=0, max=1e9, help="With --parameters: milliseconds of a step without any exchange.")
     ] = 0.0,
     framework: Annotated[
         str | None, typer.Option(help="torch or tensorflow. Default: what the script imports, or what there is.")
@@ -87,6 +87,8 @@ def advise(
         command.run(script or [], parameters, compute_ms / 1000, framework, seconds, json_file)
     except command.CannotAdvise as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -108,12 +110,14 @@ def report(
     except LogError as error:
         fail(str(error))
     try:
+        if not plot.suffix:
+            raise ValueError("the name must end in .png, .pdf or .svg")
         make_plots(read_logs).savefig(plot, dpi=120)
     except (OSError, ValueError) as error:
         fail(f"--plot {plot}: {error}")
     console = Console()
     console.print(make_table(read_logs))
-    console.print(f"plots: {plot}")
+    console.print(f"plots: {plot}", markup=False, soft_wrap=True)
 
 
 def fail(message: str) -> NoReturn:

@@ -154,7 +154,7 @@ FRAMEWORKS = (
 import json, torch
 torch.zeros(1).numpy()  # torch warns of a NumPy that it was not compiled for, and fails when it uses it
 print()
-print(json.dumps({"version": torch.__version__, "gpus": torch.cuda.device_count()}))
+print("figures: ", json.dumps({"version": torch.__version__, "gpus": torch.cuda.device_count()}))
 """,
     ),
     Framework(
@@ -173,7 +173,7 @@ try:
 except Exception:
     figures["keras_error"] = traceback.format_exc()
 print()
-print(json.dumps(figures))
+print("figures: ", json.dumps(figures))
 """,
     ),
 )
@@ -188,15 +188,19 @@ with open("/proc/self/maps") as maps:
     libraries = sorted({{line.split()[-1] for line in maps if "/libmpi.so" in line or "/libmpich.so" in line}})
 built = {{"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built(), "nccl": bool(hvd.nccl_built())}}
 print()
-print(json.dumps({{**built, "libmpi": libraries}}))
+print("figures: ", json.dumps({{**built, "libmpi": libraries}}))
 """
 KERNELS = """
 import json, numba, numpy
 from horovod_sparse.core.kernels import host
 assert host.all_finite(numpy.ones(8, "float32"))
 print()
-print(json.dumps({"numba": numba.__version__, "numpy": numpy.__version__}))
+print("figures: ", json.dumps({"numba": numba.__version__, "numpy": numpy.__version__}))
 """
+
+
+MARK = "figures: "
+"""Before what a probe has to say; libraries print, too."""
 
 
 class Probe(NamedTuple):
@@ -218,14 +222,20 @@ def run_probe(code: str, launcher: Sequence[str] = ()) -> Probe:
     # Files and not pipes, which a process that outlives the probe would keep open.
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
         try:
-            status = subprocess.run(
+            process = subprocess.Popen(
                 [*launcher, sys.executable, "-c", code],
                 env={**environment, "TF_CPP_MIN_LOG_LEVEL": "3"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                timeout=TIMEOUT_S,
-            ).returncode
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(TIMEOUT_S)
+            finally:  # also what it has started
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             how = "" if status in (0, 1) else f"ended with {status}"
             if status < 0:
                 how = f"crashed with {signal.Signals(-status).name}"
@@ -234,9 +244,9 @@ def run_probe(code: str, launcher: Sequence[str] = ()) -> Probe:
         out.seek(0)
         err.seek(0)
         printed, error = out.read(), err.read()
-    if not how:
+    if not how and MARK in printed:
         with suppress(ValueError, IndexError):
-            return Probe(json.loads(printed.splitlines()[-1]), error)
+            return Probe(json.loads(printed.rpartition(MARK)[2].splitlines()[0]), error)
     return Probe(None, printed + error, how)
 
 

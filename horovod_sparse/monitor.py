@@ -15,7 +15,9 @@ from __future__ import annotations
 import atexit
 import json
 import time
+import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -29,6 +31,9 @@ from horovod_sparse.core.step import SettingError
 Record = Mapping[str, Any]
 """Figures of one step: `time`, in seconds since 1970, `method`, `world_size`, those of `StepStats`, `bytes_saved`,
 `residual_norm`, and `step_s`, the seconds a step has taken since the record before, or None in the first one."""
+
+
+NOT_FINITE = (float("inf"), -float("inf"))
 
 
 def check_every(every: int) -> int:
@@ -51,11 +56,14 @@ class Sink(Protocol):
 class Monitor:
     """Sends the figures of a compressor's steps to sinks, on rank 0.
 
+    With process sets, that is the first rank of the compressor's set: give each set files of its own. A sink that
+    raises an OSError gets no more records, and a warning says so: training goes on.
+
     Args:
         compressor: what `get_compressor` returns.
         sinks: `JSONLines`, `TensorBoard`, `LiveView`, or objects of your own with the methods of `Sink`.
-        every: the figures of one step in so many are written. They are cheap but for the residual's norm, for which
-            the whole residual is read.
+        every: after a record, the next one comes so many steps later, or more. Figures are cheap but for the residual's
+            norm, for which the whole residual is read.
 
     Raises:
         SettingError: `every` is not a whole number >= 1.
@@ -63,7 +71,7 @@ class Monitor:
 
     def __init__(self, compressor: Any, *sinks: Sink, every: int = 1) -> None:
         self._compressor = compressor
-        self._sinks = sinks
+        self._sinks = list(sinks)
         self._every = check_every(every)
         self._last: tuple[int, float] | None = None  # the last record's step, and when it was written
 
@@ -74,12 +82,12 @@ class Monitor:
         """
         stats: StepStats | None = self._compressor.stats
         rank, world_size = self._compressor.place
-        if stats is None or rank != 0 or stats.step % self._every:
+        if stats is None or rank != 0:
             return
         now, step_s = time.time(), None
         if self._last:
             steps = stats.step - self._last[0]
-            if steps == 0:  # none was taken since
+            if 0 <= steps < self._every:
                 return
             step_s = (now - self._last[1]) / steps if steps > 0 else None
         self._last = stats.step, now
@@ -92,13 +100,18 @@ class Monitor:
             "residual_norm": self._compressor.residual_norm(),
             "step_s": step_s,
         }
-        for sink in self._sinks:
-            sink.write(record)
+        for sink in tuple(self._sinks):
+            try:
+                sink.write(record)
+            except OSError as error:  # say, the disk is full: no reason to end a training
+                self._sinks.remove(sink)
+                warnings.warn(f"{type(sink).__name__}: {error}: no more figures go there", stacklevel=2)
 
     def close(self) -> None:
         """Close the sinks."""
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
 
     def __enter__(self) -> Monitor:
         return self
@@ -119,7 +132,7 @@ class JSONLines:
         self._file: TextIO | None = None
 
     def write(self, record: Record) -> None:
-        """Append a line.
+        """Append a line; what JSON does not know, NaN and infinity, is null.
 
         Raises:
             OSError: the file cannot be written.
@@ -127,7 +140,8 @@ class JSONLines:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", buffering=1, encoding="utf-8")
-        self._file.write(json.dumps(record) + "\n")
+        finite = {name: None if value in NOT_FINITE or value != value else value for name, value in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:
         """Close the file; another record would open it again."""
@@ -196,7 +210,8 @@ class LiveView:
         if self._live is None:
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
-            atexit.register(self.close)  # it hides the cursor
+            self._console.show_cursor()  # which a rank that is killed could not bring back
+            atexit.register(self.close)
         table = Table(show_header=False)
         for row in rows:
             table.add_row(*row)

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rich.table import Table
+from rich.text import Text
 
 from horovod_sparse.core.stats import StepStats
+
+MAY_BE_NONE = ("target_density", "density", "selected", "threshold")
 
 
 class Log(NamedTuple):
@@ -28,6 +31,11 @@ class Log(NamedTuple):
 
 class LogError(ValueError):
     """A file is not a log of `JSONLines`."""
+
+
+def is_figure(name: str, value: object) -> bool:
+    """Whether a record may have this value: a number, or none where a method has none."""
+    return isinstance(value, int | float) or (value is None and name in MAY_BE_NONE)
 
 
 def read(path: Path) -> Log:
@@ -46,6 +54,9 @@ def read(path: Path) -> Log:
             record = json.loads(line)
             if not {"time", "method", "world_size", *StepStats._fields} <= record.keys():
                 raise ValueError("figures are missing")
+            wrong = [name for name in StepStats._fields if not is_figure(name, record[name])]
+            if wrong:
+                raise ValueError(f"{wrong[0]} is {record[wrong[0]]!r}")
         except (ValueError, AttributeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
@@ -67,7 +78,7 @@ def make_table(logs: Sequence[Log]) -> Table:
     table = Table(caption="Means over the records; times are medians. Saved: of the bytes of dense training.")
     table.add_column("")
     for log in logs:
-        table.add_column(log.name, justify="right", overflow="fold")
+        table.add_column(Text(log.name), justify="right", overflow="fold")
     summaries = [summary(log) for log in logs]
     for name in summaries[0]:
         table.add_row(name, *(of_log[name] for of_log in summaries))

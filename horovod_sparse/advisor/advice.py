@@ -12,7 +12,7 @@ from horovod_sparse.advisor.rehearsal import DENSE, HALF, Link, Rehearsed, measu
 from horovod_sparse.advisor.script import Profile
 
 TOLERANCE = 0.05
-"""What is slower than the fastest by no more than this share is as good: noise is as large."""
+"""What is slower than the fastest by no more than this share, and by what may be noise, is as good."""
 
 
 class Advice(NamedTuple):
@@ -29,8 +29,9 @@ class Advice(NamedTuple):
     @property
     def recommended(self) -> Rehearsed:
         """Of those that are as good as the fastest, the one that changes training least."""
-        enough = (1 + TOLERANCE) * min(r.step_s for r in self.rehearsed)
-        return next(r for r in self.rehearsed if r.step_s <= enough)
+        fastest = min(self.rehearsed, key=lambda r: r.step_s)
+        enough = (1 + TOLERANCE) * fastest.step_s + fastest.error_s
+        return next(r for r in self.rehearsed if r.step_s - r.error_s <= enough)
 
     @property
     def dense(self) -> Rehearsed:
@@ -48,7 +49,7 @@ class Advice(NamedTuple):
         if self.recommended.candidate is DENSE:
             return [
                 "Compression does not pay here: train without it.",
-                f"The fastest setting would be {best:.2f} times as fast as dense training, which is within the noise.",
+                f"The fastest setting was {best:.2f} times as fast as dense training, which is within the noise.",
             ]
         gain = f"{self.speed_up:.1f} times as fast as dense training"
         if self.recommended.candidate is HALF:

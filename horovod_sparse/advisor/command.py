@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,9 @@ from horovod_sparse.core.layout import TensorSpec
 
 TENSORS = 32
 """In so many tensors are a model's parameters, where only their number is known."""
+
+
+SAY_EVERY_S = 10.0
 
 
 class CannotAdvise(Exception):
@@ -50,15 +55,12 @@ def run(
     ranks = make_ranks(framework)
     if ranks.size == 1:
         raise CannotAdvise("there is one rank, and nothing to exchange: horovodrun -np N horovod-sparse advise ...")
-    if json_file and ranks.rank == 0:
-        try:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.touch()
-        except OSError as error:
-            raise CannotAdvise(f"--json {json_file}: {error}. Name a file that can be written") from error
+    problem = ranks.gather(unwritable(json_file) if json_file and ranks.rank == 0 else None)[0]
+    if problem:
+        raise CannotAdvise(f"--json {json_file}: {problem}. Name a file that can be written")
     console = Console(highlight=False, quiet=ranks.rank > 0)
     if script:
-        console.print(f"running {' '.join(script)}, without exchanges ...")
+        console.print(f"running {' '.join(script)}, without exchanges ...", markup=False, soft_wrap=True)
         found = profile_of_all(ranks, script, framework or "torch")
     else:
         sizes = [int(parameters or 0) // TENSORS] * TENSORS
@@ -69,17 +71,21 @@ def run(
     numel = sum(spec.numel for spec in found.tensors)
     console.print(f"{ranks.size} ranks; {numel:,} parameters; {1000 * found.compute_s:,.1f} ms a step without exchange")
     console.print(f"measuring the link, then rehearsing each setting, for some {seconds:g} s ...")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # launchers hand on Ctrl-C as this
     advice: Advice | None = None
+    said, interrupted = time.monotonic(), False
     try:
-        with console.status("") as status:
-            for turn, advice in enumerate(advise(ranks, found, seconds), 2):
-                status.update(f"turn {turn}: {advice.recommended.candidate.setting} so far")
-                if json_file and ranks.rank == 0:
-                    json_file.write_text(json.dumps(advice.as_json(), indent=1) + "\n")
+        for turn, advice in enumerate(advise(ranks, found, seconds), 2):
+            if time.monotonic() - said > SAY_EVERY_S:
+                said = time.monotonic()
+                console.print(f"turn {turn}: {advice.recommended.candidate.setting} so far")
+            if json_file and ranks.rank == 0:
+                json_file.write_text(json.dumps(advice.as_json(), indent=1) + "\n")
     except KeyboardInterrupt:
         if advice is None:
             raise
         console.print("interrupted; what was measured so far:")
+        interrupted = True
     assert advice
     for line in link_lines(advice.link, ranks.size):
         console.print(line)
@@ -90,6 +96,18 @@ def run(
         console.print(
             "The time of a step without exchange is not known: --compute-ms would make that more than a guess."
         )
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def unwritable(path: Path) -> str | None:
+    """Why a file cannot be written; None if it can."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def make_ranks(framework: str | None) -> Ranks:

@@ -61,7 +61,7 @@ class TorchRanks:
         return wait
 
     def gather(self, item: Any) -> list[Any]:
-        return self._hvd.allgather_object(item)  # type: ignore[no-any-return]
+        return self._hvd.allgather_object(item, name=PREFIX)  # type: ignore[no-any-return]
 
 
 class TensorFlowRanks:
@@ -95,4 +95,4 @@ class TensorFlowRanks:
         return self._thread.submit(run).result
 
     def gather(self, item: Any) -> list[Any]:
-        return self._hvd.allgather_object(item)  # type: ignore[no-any-return]
+        return self._hvd.allgather_object(item, name=PREFIX)  # type: ignore[no-any-return]

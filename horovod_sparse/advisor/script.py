@@ -115,10 +115,20 @@ def profile(script: Path, arguments: Sequence[str], framework: str) -> Profile:
     return clock.profile()
 
 
+def stop(*_: Any, **__: Any) -> None:
+    """A rank has no more data."""
+    raise Stopped
+
+
+# We still need Horovod when the script has ended; and a rank that joins waits for others, which do not.
+THE_END: Mapping[str, Callable[..., Any]] = {"shutdown": lambda: None, "join": stop}
+
+
 def replace_in(modules: Mapping[Any, Mapping[str, Callable[..., Any]]]) -> Callable[[], None]:
-    """Give modules other functions, by name; what is returned gives them their own back."""
-    before = [(module, name, getattr(module, name)) for module, functions in modules.items() for name in functions]
-    for module, name, _ in before:
+    """Give modules other functions, by name, where they have such; what is returned gives them their own back."""
+    names = [(module, name) for module, functions in modules.items() for name in functions if hasattr(module, name)]
+    before = [(module, name, getattr(module, name)) for module, name in names]
+    for module, name in names:
         setattr(module, name, modules[module][name])
 
     def restore() -> None:
@@ -145,7 +155,7 @@ def watch_torch(clock: Clock) -> Callable[[], None]:
         return optimizer
 
     stock, ours = import_module("horovod.torch"), import_module("horovod_sparse.torch")
-    functions = {"DistributedOptimizer": DistributedOptimizer}
+    functions = {"DistributedOptimizer": DistributedOptimizer, **THE_END}
     without_figures = {"get_compressor": lambda optimizer: ours.MiCROCompressor()}
     return replace_in({stock: functions, ours: functions | without_figures})
 
@@ -187,7 +197,7 @@ def watch_tensorflow(clock: Clock) -> Callable[[], None]:
         return call
 
     tapes = {"DistributedGradientTape": watched(ours.DistributedGradientTape)}
-    optimizers = {"DistributedOptimizer": watched(ours_keras.DistributedOptimizer)}
+    optimizers = {"DistributedOptimizer": watched(ours_keras.DistributedOptimizer), **THE_END}
     stock = import_module("horovod.tensorflow")
     stock_keras = import_module("horovod.tensorflow.keras")
     return replace_in(

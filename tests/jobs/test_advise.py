@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,14 +25,17 @@ model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Linear(300, 10, 
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(){options})
 {more}
-for step in range(10**9):
-    optimizer.zero_grad()
-    model(torch.randn(8, 100)).square().mean().backward()
-    optimizer.synchronize()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    time.sleep(0.03)
+try:
+    for step in range(10**9):
+        optimizer.zero_grad()
+        model(torch.randn(8, 100)).square().mean().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        time.sleep(0.03)
+finally:
+    hvd.shutdown()
 """
 KERAS = """
 import numpy as np, tensorflow as tf, time
@@ -107,7 +112,7 @@ def test_a_model_size() -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("print('hello')", "took 0 steps"),
+        ("import horovod.torch as hvd; hvd.init(); hvd.join()", "took 0 steps"),
         (
             "import horovod.torch as hvd; hvd.init(); assert hvd.rank() == 0, 'no data'; hvd.broadcast_object(0)",
             "train.py, rank 1: AssertionError: no data",
@@ -120,3 +125,33 @@ def test_a_script_that_does_not_train(script: str, message: str, tmp_path: Path)
     done = advise(str(path))
     assert done.returncode != 0
     assert message in " ".join(done.stderr.split())
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "a.json"
+    done = advise("--parameters", "1e3", "--json", str(out))
+    assert done.returncode != 0
+    assert f"--json {out}: " in done.stderr
+    assert "horovod_sparse/advisor" not in done.stderr  # no traceback of ours
+
+
+def test_interruption_shows_what_was_measured(tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    options = ["--parameters", "1e5", "--seconds", "100", "--json", str(out)]
+    job = subprocess.Popen(
+        [BIN / "mpirun", "--oversubscribe", "-np", "2", BIN / "horovod-sparse", "advise", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (out.exists() and out.read_text().endswith("}\n")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(job.pid, signal.SIGINT)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode != 0
+    assert "interrupted; what was measured so far" in output
+    assert "MiCROCompressor(density=0.01)" in output
+    assert json.loads(out.read_text())["ranks"] == 2

@@ -754,12 +754,12 @@ def test_monitor_callback(compression: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     optimizer = hvd.DistributedOptimizer(sgd(), compression=compression)
     model = keras_model()
-    fit(model, optimizer, hvd.rank(), epochs=2, callbacks=[hvd.callbacks.MonitorCallback(JSONLines(path), every=4)])
+    fit(model, optimizer, hvd.rank(), epochs=2, callbacks=[hvd.callbacks.MonitorCallback(JSONLines(path), every=5)])
     if hvd.rank() > 0:
         assert not path.exists()
         return
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(4, 2 * STEPS + 1, 4))
+    assert [record["step"] for record in records] == list(range(1, 2 * STEPS + 1, 5))
     compressor = hvd.get_compressor(optimizer)
     last = records[-1]
     assert last["bytes_sent"] == compressor.stats.bytes_sent

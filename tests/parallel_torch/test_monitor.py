@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_rank_0_writes_the_figures_of_each_step(compression: Any, every: int, tm
             norm = None
             if residual is not None:
                 norm = float(torch.cat([part.reshape(-1).double() for part in residual.values()]).norm())
-            if compressor.stats.step % every == 0:
+            if step % every == 0:
                 expected.append((compressor.stats, norm))
     assert kept.closed
     if hvd.rank() > 0:
@@ -96,3 +97,34 @@ def test_a_monitor_goes_on_after_a_reset() -> None:
         monitor.step()
     assert [record["step"] for record in kept.records] == ([1, 2, 1, 2] if hvd.rank() == 0 else [])
     assert [record["step_s"] is None for record in kept.records] == ([True, False] * 2 if hvd.rank() == 0 else [])
+
+
+class Full:
+    """A sink whose disk is full."""
+
+    def write(self, record: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_sink_that_fails_does_not_end_the_training() -> None:
+    model = mlp()
+    optimizer = distributed(model, MiCROCompressor)
+    kept = Kept()
+    monitor = Monitor(get_compressor(optimizer), Full(), kept)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            optimizer.zero_grad()
+            backward_with(model, known_gradients(model, hvd.rank(), step))
+            optimizer.step()
+            monitor.step()
+    texts = [str(warning.message) for warning in caught]
+    expected = "Full: [Errno 28] No space left on device: no more figures go there"
+    assert texts == ([expected] if hvd.rank() == 0 else [])
+    assert len(kept.records) == (3 if hvd.rank() == 0 else 0)
+    if hvd.rank() == 0:
+        monitor.close()  # no error: the sink that failed is gone
+        assert kept.closed
