@@ -53,7 +53,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps([finding._asdict() for finding in findings], indent=1))
     else:
-        console = Console()
+        console = Console(highlight=False)
         console.print(make_table(findings))
         console.print(summary(findings))
     if any(finding.level == PROBLEM for finding in findings):
@@ -117,6 +117,7 @@ def report(
         fail(f"--plot {plot}: {error}")
     console = Console()
     console.print(make_table(read_logs))
+    console.print("Means over the steps that were not skipped; times are medians. Saved: of dense training's bytes.")
     console.print(f"plots: {plot}", markup=False, soft_wrap=True)
 
 

@@ -67,12 +67,16 @@ class Monitor:
 
     Raises:
         SettingError: `every` is not a whole number >= 1.
+        TypeError: `compressor` is none.
     """
 
     def __init__(self, compressor: Any, *sinks: Sink, every: int = 1) -> None:
+        self._every = check_every(every)
+        if not hasattr(compressor, "stats"):
+            kind = type(compressor).__name__
+            raise TypeError(f"a Monitor takes a compressor, not an object of {kind}: pass get_compressor(optimizer)")
         self._compressor = compressor
         self._sinks = list(sinks)
-        self._every = check_every(every)
         self._last: tuple[int, float] | None = None  # the last record's step, and when it was written
 
     def step(self) -> None:

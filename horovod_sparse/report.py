@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -75,7 +76,7 @@ def read(path: Path) -> Log:
 
 def make_table(logs: Sequence[Log]) -> Table:
     """A column for each log."""
-    table = Table(caption="Means over the records; times are medians. Saved: of the bytes of dense training.")
+    table = Table()
     table.add_column("")
     for log in logs:
         table.add_column(Text(log.name), justify="right", overflow="fold")
@@ -88,12 +89,14 @@ def make_table(logs: Sequence[Log]) -> Table:
 def summary(log: Log) -> dict[str, str]:
     """A run's figures, by name; empty where it has none."""
     last = log.records[-1]
+    skipped = sum(record["skipped"] for record in log.records)
+    log = log._replace(records=[r for r in log.records if not r["skipped"]] or log.records)
     sent, dense = fmean(log.values("bytes_sent")), fmean(log.values("dense_bytes"))
     return {
         "method": last["method"],
         "ranks": str(last["world_size"]),
         "last step": f"{last['step']:,}",
-        "skipped steps": str(sum(record["skipped"] for record in log.records)),
+        "skipped steps": str(skipped),
         "density": percent(log.values("density")),
         "target density": percent(log.values("target_density")),
         "bytes a step": f"{sent:,.0f}",
@@ -130,15 +133,28 @@ PLOTS = (
 )
 
 
+def curve(log: Log, name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of a figure; broken where the steps begin again, as another run's do that was appended."""
+    steps: list[float] = []
+    values: list[float] = []
+    for record in log.records:
+        if record.get(name) is None:
+            continue
+        if steps and record["step"] <= steps[-1]:
+            steps.append(math.nan)
+            values.append(math.nan)
+        steps.append(record["step"])
+        values.append(record[name])
+    return steps, values
+
+
 def make_plots(logs: Sequence[Log]) -> Figure:
     """A diagram for each figure, over the steps, with a colour for each log."""
     figure = Figure(figsize=(14, 7), layout="constrained")
     for axes, plot in zip(figure.subplots(2, 3).flat, PLOTS, strict=True):
         for i, log in enumerate(logs):
             for name, style in plot.figures.items():
-                points = [(r["step"], r[name]) for r in log.records if r.get(name) is not None]
-                if points:
-                    axes.plot(*zip(*points, strict=True), style, color=f"C{i}", lw=1, marker=".", ms=2)
+                axes.plot(*curve(log, name), style, color=f"C{i}", lw=1)
         axes.set(title=plot.title, xlabel="step")
         values = [value for log in logs for name in plot.figures for value in log.values(name)]
         if values and 0 < 10 * min(values) < max(values):

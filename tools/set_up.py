@@ -44,6 +44,8 @@ BUILD_OPTIONS = {
 SOURCE_EDITS = (
     # The headers of torch 2 and TensorFlow 2.21 are C++17.
     ("CMakeLists.txt", r"CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"),
+    # The MPI of the environment that the wheel is installed in, not of the one that it was built in.
+    ("CMakeLists.txt", r"\A", 'set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")\n'),
     ("horovod/torch/CMakeLists.txt", r"CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"),
     # TensorFlow's wheels no longer carry a header that this file includes; it only adds operations for XLA.
     ("horovod/tensorflow/CMakeLists.txt", r"[^\n]*xla_mpi_ops\.cc[^\n]*\n", "\n"),

@@ -15,6 +15,10 @@ TOLERANCE = 0.05
 """What is slower than the fastest by no more than this share, and by what may be noise, is as good."""
 
 
+NOISY = 0.15
+"""A standard error of more than this share of a step is too much to recommend anything."""
+
+
 class Advice(NamedTuple):
     """What was measured, and what is recommended."""
 
@@ -45,12 +49,18 @@ class Advice(NamedTuple):
     def lines(self) -> list[str]:
         """The recommendation, in words."""
         setting, best = self.recommended.candidate.setting, max(self.dense.step_s / r.step_s for r in self.rehearsed)
+        noisy = [r for r in self.rehearsed if r.error_s > NOISY * r.step_s]
+        if noisy:
+            return [
+                f"The times vary too much to tell: those of {noisy[0].candidate.setting} by "
+                f"{noisy[0].error_s / noisy[0].step_s:.0%}. Ask again on an idle machine, or with a larger --seconds."
+            ]
         argument = f"hvd.DistributedOptimizer(..., compression={setting})"
         if self.recommended.candidate is DENSE:
-            return [
-                "Compression does not pay here: train without it.",
-                f"The fastest setting was {best:.2f} times as fast as dense training, which is within the noise.",
-            ]
+            lines = ["Compression does not pay here: train without it."]
+            if best > 1:
+                lines.append(f"The fastest setting was {best:.2f} times as fast, which is too little, or may be noise.")
+            return lines
         gain = f"{self.speed_up:.1f} times as fast as dense training"
         if self.recommended.candidate is HALF:
             return [f"Half precision is enough here: {argument}", f"Expected: {gain}."]

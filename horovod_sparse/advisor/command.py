@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def run(
         CannotAdvise: something is wrong with what was asked for; on all ranks.
     """
     if bool(script) == (parameters is not None):
-        raise CannotAdvise("give either a SCRIPT or --parameters, the number of the model's parameters, not both")
+        raise CannotAdvise("give a SCRIPT, or else --parameters, the number of the model's parameters")
     if parameters is not None and not 1 <= parameters <= 1e12:
         raise CannotAdvise(f"--parameters {parameters:g}: it must be a number from 1 to 1e12")
     if framework not in (None, *FRAMEWORKS):
@@ -70,6 +71,7 @@ def run(
         )
     numel = sum(spec.numel for spec in found.tensors)
     console.print(f"{ranks.size} ranks; {numel:,} parameters; {1000 * found.compute_s:,.1f} ms a step without exchange")
+    on_one_host = len(set(ranks.gather(socket.gethostname()))) == 1
     console.print(f"measuring the link, then rehearsing each setting, for some {seconds:g} s ...")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # launchers hand on Ctrl-C as this
     advice: Advice | None = None
@@ -92,6 +94,8 @@ def run(
     console.print(make_table(advice))
     for line in advice.lines():
         console.print(line, soft_wrap=True)
+    if on_one_host:
+        console.print("All ranks are on one host: this says nothing about a network between hosts.")
     if not found.compute_s:
         console.print(
             "The time of a step without exchange is not known: --compute-ms would make that more than a guess."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -37,16 +39,22 @@ class TorchRanks:
         import torch
 
         from horovod_sparse.torch._horovod import hvd
-        from horovod_sparse.torch.collectives import Collectives
+        from horovod_sparse.torch.collectives import NAP_S, Collectives
 
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
-        self._torch, self._hvd = torch, hvd
+        self._torch, self._hvd, self._nap_s = torch, hvd, NAP_S
         self._collectives = Collectives(PREFIX, hvd.global_process_set)
 
     def start(self, request: Collective, name: str) -> Callable[[], Array]:
         handle = self._collectives.start(request, name)
-        return lambda: self._collectives.answer(handle)
+
+        def wait() -> Array:
+            while not self._hvd.poll(handle):  # as a compressor waits: Horovod's own wait keeps a core busy
+                time.sleep(self._nap_s)
+            return self._collectives.answer(handle)
+
+        return wait
 
     def start_dense(self, array: Array, name: str, half: bool) -> Callable[[], None]:
         tensor = self._torch.from_numpy(array)
@@ -68,6 +76,8 @@ class TensorFlowRanks:
     """Over `horovod.tensorflow`, whose eager operations block: so a thread does them, one after the other."""
 
     def __init__(self) -> None:
+        # Else it prints, as a warning, the traceback with which a script is stopped.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         import tensorflow as tf
 
         from horovod_sparse.tensorflow._horovod import hvd

@@ -9,7 +9,6 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.advisor.ranks import Ranks
 from horovod_sparse.core.collectives import Allgather, Allreduce
@@ -236,25 +235,23 @@ def rehearse(
     """Let the candidates take turns, for about so many seconds, and at least four times; yields what is known so far.
 
     The first turn, in which numba compiles and thresholds are found, does not count. An exchange costs what a step with
-    it takes longer than one without, whose turns are beside it: the machine may be faster at times.
+    it takes longer than the one without of the same turn: the machine may be faster at times.
     """
     numel = sum(spec.numel for spec in tensors)
     rehearsal = Rehearsal(ranks, tensors, compute_s, idle)
 
-    def medians(candidate: Candidate) -> NDArray[np.float64]:
-        """Those of `Taken`, and the standard error of the first one: of a normal distribution, 0.93 IQR / sqrt(n)."""
-        steps = np.mean(ranks.gather(taken[candidate]), axis=0)
-        low, high = np.quantile(steps[:, 0], [0.25, 0.75])
-        return np.array([*np.median(steps, axis=0), 0.93 * (high - low) / math.sqrt(len(steps))])
-
-    def summary(candidate: Candidate, alone: NDArray[np.float64]) -> Rehearsed:
-        step_s, selection_s, bytes_sent, error_s = medians(candidate).tolist()
-        step_s = compute_s + rehearsal.scale * max(step_s - alone[0], 0.0)
+    def summary(candidate: Candidate) -> Rehearsed:
+        steps, alone = (np.mean(ranks.gather(taken[of]), axis=0) for of in (candidate, ALONE))
+        costs = steps[:, 0] - alone[:, 0]
+        low, high = np.quantile(costs, [0.25, 0.75])
+        error_s = 0.93 * (high - low) / math.sqrt(len(costs))  # as of a normal distribution
+        step_s = compute_s + rehearsal.scale * max(float(np.median(costs)), link.latency_s)
+        _, selection_s, bytes_sent = np.median(steps, axis=0).tolist()
         if candidate is A2SGD:  # which averages the parameters now and then
             step_s += link.allreduce_of(4 * numel) / SYNC_EVERY
             bytes_sent += 4 * numel / SYNC_EVERY / rehearsal.scale
         error_s, selection_s, bytes_sent = (rehearsal.scale * f for f in (error_s, selection_s, bytes_sent))
-        return Rehearsed(candidate, step_s, error_s, selection_s, bytes_sent, len(taken[candidate]))
+        return Rehearsed(candidate, step_s, error_s, selection_s, bytes_sent, len(steps))
 
     # What takes too long to be tried is worked out.
     known: dict[Candidate, Rehearsed] = {}
@@ -271,6 +268,5 @@ def rehearse(
                 taken[candidate].append(one)
         turns += 1
         if turns > 1:
-            alone = medians(ALONE)
-            known |= {candidate: summary(candidate, alone) for candidate in taken if candidate is not ALONE}
+            known |= {candidate: summary(candidate) for candidate in taken if candidate is not ALONE}
             yield [known[candidate] for candidate in CANDIDATES]

@@ -20,8 +20,10 @@ def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
     ours = is_or_makes(compression, SparseCompressor)
     op = arguments.get("op", hvd.Average)
     if ours and op not in (hvd.Average, hvd.Sum):
+        name = (compression if isinstance(compression, type) else type(compression)).__name__
         raise ValueError(
-            f"compression={compression!r} does not work with op={operation(hvd, op)}: use hvd.Average or hvd.Sum"
+            f"{name} does not work with op={operation(hvd, op)}: use op=hvd.Average or op=hvd.Sum, or "
+            "compression=hvd.Compression.fp16"
         )
     optimizer = hvd.DistributedOptimizer(*args, **kwargs)
     if ours:

@@ -56,6 +56,7 @@ def test_an_exchange_that_is_still_most_of_a_step_is_told() -> None:
 def test_what_may_be_noise_does_not_count() -> None:
     assert advice(0.1, fp16=0.8).recommended.candidate.setting == "Compression.fp16"
     assert advice(0.1, error_s=0.1, fp16=0.8).recommended.candidate.setting == "Compression.none"
+    assert "vary too much to tell" in advice(0.1, error_s=0.2, fp16=0.5).lines()[0]
 
 
 def test_link() -> None:
@@ -103,8 +104,8 @@ def test_framework_of_a_script(text: str, framework: str, tmp_path: Any) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], None), "give either a SCRIPT or --parameters"),
-        ((["train.py"], 5.0), "give either a SCRIPT or --parameters"),
+        (([], None), "give a SCRIPT, or else --parameters"),
+        ((["train.py"], 5.0), "give a SCRIPT, or else --parameters"),
         ((["missing.py"], None), "missing.py: "),
         (([], 0.5), "--parameters 0.5: "),
         (([], float("nan")), "--parameters nan: "),

@@ -19,6 +19,7 @@ from horovod_sparse.core import TensorSpec, virtual
 from horovod_sparse.core.exchange import A2SGDExchange, Exchange, MiCROExchange, TopKExchange
 from horovod_sparse.core.step import SettingError
 from horovod_sparse.monitor import JSONLines, LiveView, Monitor, TensorBoard, describe
+from horovod_sparse.report import Log, curve
 
 
 def a_record(step: int = 1, **figures: Any) -> dict[str, Any]:
@@ -188,6 +189,11 @@ def test_times_of_a_step_are_where_they_were_spent() -> None:
         assert exchange.stats.exchange_s + exchange.stats.selection_s <= elapsed
 
 
+def test_a_monitor_of_something_else() -> None:
+    with pytest.raises(TypeError, match=r"not an object of str: pass get_compressor\(optimizer\)"):
+        Monitor("run.jsonl")
+
+
 # Reports
 
 run = CliRunner().invoke
@@ -204,18 +210,25 @@ def rows_of(output: str) -> dict[str, list[str]]:
 
 
 def test_report_shows_and_plots_all_logs(tmp_path: Path) -> None:
-    ours = write_log(tmp_path / "a", [a_record(1, density=0.01), a_record(2, density=0.02, skipped=True)])
+    skipped = a_record(3, density=0.0, bytes_sent=8, skipped=True)
+    ours = write_log(tmp_path / "a", [a_record(1, density=0.01), a_record(2, density=0.02), skipped])
     other = write_log(tmp_path / "b", [a_record(5, method="a2sgd", bytes_sent=1000, **WITHOUT_SELECTION)])
     result = run(app, ["report", ours, other, "--plot", str(tmp_path / "out.png")])
     assert result.exit_code == 0, result.output
     rows = rows_of(result.output)
     assert rows["method"] == ["micro", "a2sgd"]
-    assert rows["last step"] == ["2", "5"]
+    assert rows["last step"] == ["3", "5"]
     assert rows["skipped steps"] == ["1", "0"]
     assert rows["density"] == ["1.500%", ""]
     assert rows["saved"] == ["97.50%", "75.00%"]
     assert rows["step"] == ["250.00 ms", "250.00 ms"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_log_that_was_appended_to_is_drawn_as_two_curves() -> None:
+    steps, values = curve(Log("a", [a_record(step, density=step / 10) for step in (1, 2, 1, 2)]), "density")
+    assert steps == [1, 2, pytest.approx(float("nan"), nan_ok=True), 1, 2]
+    assert values == [0.1, 0.2, pytest.approx(float("nan"), nan_ok=True), 0.1, 0.2]
 
 
 def test_names_of_logs_are_shown_as_they_are(tmp_path: Path) -> None:
