@@ -42,6 +42,11 @@ class Advice(NamedTuple):
         return next(r for r in self.rehearsed if r.candidate is DENSE)
 
     @property
+    def noisy(self) -> list[Rehearsed]:
+        """Those whose times vary too much to tell."""
+        return [r for r in self.rehearsed if r.error_s > NOISY * r.step_s]
+
+    @property
     def speed_up(self) -> float:
         """How many times as fast as dense training the recommended setting is."""
         return self.dense.step_s / self.recommended.step_s
@@ -49,11 +54,11 @@ class Advice(NamedTuple):
     def lines(self) -> list[str]:
         """The recommendation, in words."""
         setting, best = self.recommended.candidate.setting, max(self.dense.step_s / r.step_s for r in self.rehearsed)
-        noisy = [r for r in self.rehearsed if r.error_s > NOISY * r.step_s]
-        if noisy:
+        if self.noisy:
+            vague = self.noisy[0]
             return [
-                f"The times vary too much to tell: those of {noisy[0].candidate.setting} by "
-                f"{noisy[0].error_s / noisy[0].step_s:.0%}. Ask again on an idle machine, or with a larger --seconds."
+                f"The times vary too much to tell: those of {vague.candidate.setting} by "
+                f"{vague.error_s / vague.step_s:.0%}. Ask again on an idle machine, or with a larger --seconds."
             ]
         argument = f"hvd.DistributedOptimizer(..., compression={setting})"
         if self.recommended.candidate is DENSE:
@@ -83,6 +88,7 @@ class Advice(NamedTuple):
             ],
             "recommended": self.recommended.candidate.setting,
             "speed_up": self.speed_up,
+            "noisy": [r.candidate.setting for r in self.noisy],
         }
 
 
