@@ -100,14 +100,7 @@ def micro_step() -> Figure:
     axis.bar(place, mean, 0.7, color=[RANK_COLOURS[rank] for rank in owners])
     for i in selected:
         label(axis, i, mean[i], abs(mean).max() * 0.1, RANK_COLOURS[owners[i]])
-    figure.suptitle(
-        f"One step of MiCRO: {ranks} ranks, {d} elements, {len(selected)} of them sent",
-        x=0.008,
-        y=0.985,
-        ha="left",
-        fontsize=14,
-        fontweight="bold",
-    )
+    headline(figure, f"One step of MiCRO: {ranks} ranks, {d} elements, {len(selected)} of them sent", y=0.985)
     return figure
 
 
@@ -135,14 +128,7 @@ def micro_rotation() -> Figure:
     for y, (head, text) in zip((0.72, 0.33), notes, strict=True):
         figure.text(0.585, y, head, fontweight="bold", va="top")
         figure.text(0.585, y - 0.1, text, va="top", linespacing=1.4)
-    figure.suptitle(
-        "In step t, rank i owns partition (i + t) mod n of the flat gradient",
-        x=0.008,
-        y=0.97,
-        ha="left",
-        fontsize=14,
-        fontweight="bold",
-    )
+    headline(figure, "In step t, rank i owns partition (i + t) mod n of the flat gradient", y=0.97)
     return figure
 
 
@@ -206,14 +192,7 @@ def a2sgd_step() -> Figure:
         fontsize=12,
         fontweight="bold",
     )
-    figure.suptitle(
-        "One step of A2SGD: 2 ranks, 12 elements, two numbers sent",
-        x=0.008,
-        y=0.985,
-        ha="left",
-        fontsize=14,
-        fontweight="bold",
-    )
+    headline(figure, "One step of A2SGD: 2 ranks, 12 elements, two numbers sent", y=0.985)
     return figure
 
 
@@ -303,6 +282,11 @@ def bare(axis: Axes, d: int, top: float) -> None:
     axis.set(xlim=(-0.7, d - 0.3), ylim=(-top, top), xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
     axis.axhline(0, color=MUTED, lw=0.8, zorder=0.5)
+
+
+def headline(figure: Figure, text: str, y: float) -> None:
+    """What the whole figure shows, at its top left."""
+    figure.suptitle(text, x=0.008, y=y, ha="left", fontsize=14, fontweight="bold")
 
 
 def label(axis: Axes, i: int, value: float, gap: float, colour: str) -> None:
