@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
     "OMP_NUM_THREADS": "1",
+    # At the exit of a rank, numba with colorama writes an escape code amid what another one prints.
+    "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",
 }
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 

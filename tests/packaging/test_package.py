@@ -28,7 +28,8 @@ NAME = f"horovod_sparse-{horovod_sparse.__version__}"
 
 def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
     """What a command prints, which has to end with `status`."""
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    # The last: at the exit of a rank, numba with colorama writes an escape code amid what another one prints.
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"}
     done = subprocess.run(
         command, cwd=cwd, env={**os.environ, **quiet}, text=True, capture_output=True, timeout=100, check=False
     )
