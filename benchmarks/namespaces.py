@@ -31,8 +31,13 @@ BURST_S = 250e-6
 # are taken apart, which costs more.
 BATCH_MIN, BATCH_MAX = 16384, 65536
 
-# Open MPI runs this for each host, with the host's name and the words of a shell command.
-AGENT = 'host=$1; shift; exec ip netns exec "$host" sh -c "$*"\n'
+# Open MPI runs this for each host, with the host's name and the words of a shell command. Its daemons would otherwise
+# all make the same directory for temporary files: now and then, one of them ends, as another has just made it.
+AGENT = f'''host=$1; shift
+export TMPDIR="{DIRECTORY}/$host"
+mkdir -p "$TMPDIR"
+exec ip netns exec "$host" sh -c "$*"
+'''
 
 
 class Hosts(NamedTuple):
@@ -64,12 +69,12 @@ class Hosts(NamedTuple):
             "btl_tcp_if_include": f"{NETWORK}.0/24",
             "oob_tcp_if_include": f"{NETWORK}.0/24",
             "rtc": "^hwloc",  # several daemons on one machine would collide in it
-            "orte_tmpdir_base": DIRECTORY,
             "mpi_yield_when_idle": 1,  # there may be fewer cores than hosts
         }
         hosts = ",".join(f"{name}:1" for name in self.names)
-        command = ["ip", "netns", "exec", self.launcher, f"{sys.prefix}/bin/mpirun", "--allow-run-as-root"]
-        command += ["--prefix", sys.prefix, "--bind-to", "none", "-H", hosts, "-x", "OMP_NUM_THREADS=1"]
+        command = ["ip", "netns", "exec", self.launcher, "env", f"TMPDIR={DIRECTORY}", f"{sys.prefix}/bin/mpirun"]
+        command += ["--allow-run-as-root", "--prefix", sys.prefix, "--bind-to", "none", "-H", hosts]
+        command += ["-x", "OMP_NUM_THREADS=1"]
         for name in os.environ:
             if name.startswith("HOROVOD_"):
                 command += ["-x", name]
