@@ -155,7 +155,9 @@ class Rehearsal:
         self._layout = FlatLayout(TensorSpec(f"{i:06}", (size,), "float32") for i, size in enumerate(sizes))
         self._gradients = {spec: host.empty(spec.numel, "float32") for spec in self._layout.tensors}
         self._random = np.random.default_rng(ranks.rank)
-        self._noise = self._random.normal(size=max(2**20, max(sizes) // 16)).astype(np.float32)
+        noise = self._random.normal(size=(2, max(2**20, max(sizes) // 16)))
+        # With a heavy tail, as gradients have: a threshold then moves as slowly from step to step as it does for them.
+        self._noise = (noise[0] * np.exp(noise[1])).astype(np.float32)
         self._scales = np.random.default_rng(1).lognormal(sigma=1.0, size=len(sizes)).astype(np.float32)
         self._exchanges: dict[Candidate, Exchange] = {}
 
@@ -179,10 +181,11 @@ class Rehearsal:
         return Taken(time.perf_counter() - begin, exchange.stats.selection_s, nbytes)
 
     def _fill(self) -> None:
-        """New gradients."""
+        """New gradients: each part of them is another part of the noise in each step."""
+        most = len(self._noise) // 2
         for (spec, array), scale in zip(self._gradients.items(), self._scales, strict=True):
-            for start in range(0, spec.numel, len(self._noise)):
-                part = array[start : start + len(self._noise)]
+            for start in range(0, spec.numel, most):
+                part = array[start : start + most]
                 offset = int(self._random.integers(len(self._noise) - len(part) + 1))
                 np.multiply(self._noise[offset : offset + len(part)], scale, out=part)
 

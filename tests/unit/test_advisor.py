@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from horovod_sparse.advisor import command
 from horovod_sparse.advisor.advice import Advice
-from horovod_sparse.advisor.rehearsal import CANDIDATES, Link, Rehearsed
+from horovod_sparse.advisor.rehearsal import CANDIDATES, Candidate, Link, Rehearsal, Rehearsed
 from horovod_sparse.advisor.script import STEPS, WARM_UP, Clock, Stopped, TooFewSteps, framework_of
+from horovod_sparse.core.collectives import Array, Collective
+from horovod_sparse.core.layout import TensorSpec
 
 LINK = Link((4, 1024, 1_000_000), (0.001, 0.002, 0.1), (0.001, 0.002, 0.2))
 
@@ -64,6 +67,37 @@ def test_link() -> None:
     assert LINK.allreduce_of(500) == pytest.approx(0.001 + 0.001 * 496 / 1020)
     assert LINK.allreduce_of(3_000_000) == pytest.approx(0.3)
     assert LINK.bits_per_s(4) == pytest.approx(8 * 1.5 * 1_000_000 / 0.1)
+
+
+class OneRank:
+    """All ranks of a job that has one."""
+
+    rank, size = 0, 1
+    started = 0
+
+    def start(self, request: Collective, name: str) -> Callable[[], Array]:
+        self.started += 1
+        return lambda: request.array
+
+    def start_dense(self, array: Array, name: str, half: bool) -> Callable[[], None]:
+        return lambda: None
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES[2:-1])
+def test_rehearsed_gradients_are_new_in_each_step(candidate: Candidate) -> None:
+    """If they came back, what a rank holds back would pile up below the threshold, which then is searched for again."""
+    ranks = OneRank()
+    tensors = [TensorSpec("large", (4_000_000,), "float32"), TensorSpec("small", (1_000,), "float32")]
+    rehearsal = Rehearsal(ranks, tensors, compute_s=0.0, idle=True)
+    for _ in range(5):
+        rehearsal.step(candidate)
+    ranks.started = 0
+    for _ in range(10):
+        rehearsal.step(candidate)
+    assert ranks.started == 10 * 4  # tokens, the first round, indices, values
 
 
 def test_clock_stops_a_script_and_takes_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
