@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,8 @@ from horovod_sparse.advisor.ranks import Ranks
 from horovod_sparse.advisor.rehearsal import DENSE, HALF, Link, Rehearsed, measure_link, rehearse
 from horovod_sparse.advisor.script import Profile
 
-TOLERANCE = 0.05
+TOLERANCE = 0.03
 """What is slower than the fastest by no more than this share, and by what may be noise, is as good."""
-
 
 NOISY = 0.15
 """A standard error of more than this share of a step is too much to recommend anything."""
@@ -34,8 +34,8 @@ class Advice(NamedTuple):
     def recommended(self) -> Rehearsed:
         """Of those that are as good as the fastest, the one that changes training least."""
         fastest = min(self.rehearsed, key=lambda r: r.step_s)
-        enough = (1 + TOLERANCE) * fastest.step_s + fastest.error_s
-        return next(r for r in self.rehearsed if r.step_s - r.error_s <= enough)
+        enough = (1 + TOLERANCE) * fastest.step_s
+        return next(r for r in self.rehearsed if r.step_s <= enough + math.hypot(r.error_s, fastest.error_s))
 
     @property
     def dense(self) -> Rehearsed:
