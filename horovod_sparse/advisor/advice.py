@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,11 +11,11 @@ from horovod_sparse.advisor.ranks import Ranks
 from horovod_sparse.advisor.rehearsal import DENSE, HALF, Link, Rehearsed, measure_link, rehearse
 from horovod_sparse.advisor.script import Profile
 
-TOLERANCE = 0.03
-"""What is slower than the fastest by no more than this share, and by what may be noise, is as good."""
+TOLERANCE = 0.04
+"""What is slower than the fastest by no more than this share is as good."""
 
 NOISY = 0.15
-"""A standard error of more than this share of a step is too much to recommend anything."""
+"""A standard error of more than this share of a step is too much for a setting that may be the fastest."""
 
 
 class Advice(NamedTuple):
@@ -31,11 +30,13 @@ class Advice(NamedTuple):
     """In the order of CANDIDATES."""
 
     @property
+    def fastest(self) -> Rehearsed:
+        return min(self.rehearsed, key=lambda r: r.step_s)
+
+    @property
     def recommended(self) -> Rehearsed:
         """Of those that are as good as the fastest, the one that changes training least."""
-        fastest = min(self.rehearsed, key=lambda r: r.step_s)
-        enough = (1 + TOLERANCE) * fastest.step_s
-        return next(r for r in self.rehearsed if r.step_s <= enough + math.hypot(r.error_s, fastest.error_s))
+        return next(r for r in self.rehearsed if r.step_s <= (1 + TOLERANCE) * self.fastest.step_s)
 
     @property
     def dense(self) -> Rehearsed:
@@ -43,8 +44,9 @@ class Advice(NamedTuple):
 
     @property
     def noisy(self) -> list[Rehearsed]:
-        """Those whose times vary too much to tell."""
-        return [r for r in self.rehearsed if r.error_s > NOISY * r.step_s]
+        """Those whose times vary too much to tell whether they are the fastest."""
+        limit = self.fastest.step_s
+        return [r for r in self.rehearsed if r.error_s > NOISY * r.step_s and r.step_s - 2 * r.error_s <= limit]
 
     @property
     def speed_up(self) -> float:
@@ -53,7 +55,7 @@ class Advice(NamedTuple):
 
     def lines(self) -> list[str]:
         """The recommendation, in words."""
-        setting, best = self.recommended.candidate.setting, max(self.dense.step_s / r.step_s for r in self.rehearsed)
+        setting, best = self.recommended.candidate.setting, self.dense.step_s / self.fastest.step_s
         if self.noisy:
             vague = self.noisy[0]
             return [
@@ -64,7 +66,7 @@ class Advice(NamedTuple):
         if self.recommended.candidate is DENSE:
             lines = ["Compression does not pay here: train without it."]
             if best > 1:
-                lines.append(f"The fastest setting was {best:.2f} times as fast, which is too little, or may be noise.")
+                lines.append(f"The fastest setting was {best:.2f} times as fast, which is too little.")
             return lines
         gain = f"{self.speed_up:.1f} times as fast as dense training"
         if self.recommended.candidate is HALF:
