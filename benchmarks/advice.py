@@ -1,6 +1,6 @@
 """Is the advice of `horovod-sparse advise` good? What it recommends, against what is then measured.
 
-    python benchmarks/advice.py            # 2 hosts, links of three speeds, two models; as root: about 15 minutes
+    python benchmarks/advice.py            # 2 hosts, links of three speeds, two models; as root: about 8 minutes
     python benchmarks/advice.py --reduced  # one model, in five minutes
     python benchmarks/advice.py --help
 
