@@ -133,9 +133,10 @@ def main(
         raise typer.Exit(1) from None
     of_best = []
     for result in results:
-        method = next(m for m, setting in SETTINGS.items() if setting == result["recommended"])
-        of_best.append(min(result["measured"].values()) / result["measured"][method])
-    console.print("what was recommended, of the best: " + ", ".join(f"{share:.0%}" for share in of_best))
+        method = next((m for m, setting in SETTINGS.items() if setting == result["recommended"]), None)
+        measured = result["measured"]
+        of_best.append(f"{min(measured.values()) / measured[method]:.0%}" if method else "too noisy to tell")
+    console.print("what was recommended, of the best: " + ", ".join(of_best))
 
 
 if __name__ == "__main__":

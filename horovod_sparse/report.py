@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -35,8 +36,10 @@ class LogError(ValueError):
 
 
 def is_figure(name: str, value: object) -> bool:
-    """Whether a record may have this value: a number, or none where a method has none."""
-    return isinstance(value, int | float) or (value is None and name in MAY_BE_NONE)
+    """Whether a record may have this value: a number, or none where a method has none, or it was not taken."""
+    if isinstance(value, int | float):
+        return not abs(value) > sys.float_info.max or abs(value) == math.inf  # some integers are beyond all floats
+    return value is None and (name in MAY_BE_NONE or name not in StepStats._fields)
 
 
 def read(path: Path) -> Log:
@@ -46,20 +49,23 @@ def read(path: Path) -> Log:
         LogError: the file cannot be read, holds no record, or has a line that is none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"{path}: {error}") from error
     records = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
             if not {"time", "method", "world_size", *StepStats._fields} <= record.keys():
                 raise ValueError("figures are missing")
-            wrong = [name for name in StepStats._fields if not is_figure(name, record[name])]
+            figures = {*StepStats._fields, *(name for plot in PLOTS for name in plot.figures)}
+            wrong = [name for name in sorted(figures) if not is_figure(name, record.get(name))]
             if wrong:
                 raise ValueError(f"{wrong[0]} is {record[wrong[0]]!r}")
-        except (ValueError, AttributeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
+        except (ValueError, AttributeError, RecursionError) as error:
+            if number == len(lines):  # no end of a line comes after it
                 break
             raise LogError(
                 f"{path}, line {number}: {error}: not a record that horovod_sparse.monitor.JSONLines has written. "
@@ -82,7 +88,7 @@ def make_table(logs: Sequence[Log]) -> Table:
         table.add_column(Text(log.name), justify="right", overflow="fold")
     summaries = [summary(log) for log in logs]
     for name in summaries[0]:
-        table.add_row(name, *(of_log[name] for of_log in summaries))
+        table.add_row(name, *(Text(of_log[name]) for of_log in summaries))
     return table
 
 
@@ -93,7 +99,7 @@ def summary(log: Log) -> dict[str, str]:
     log = log._replace(records=[r for r in log.records if not r["skipped"]] or log.records)
     sent, dense = fmean(log.values("bytes_sent")), fmean(log.values("dense_bytes"))
     return {
-        "method": last["method"],
+        "method": str(last["method"]),
         "ranks": str(last["world_size"]),
         "last step": f"{last['step']:,}",
         "skipped steps": str(skipped),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,8 +36,12 @@ class Advice(NamedTuple):
 
     @property
     def recommended(self) -> Rehearsed:
-        """Of those that are as good as the fastest, the one that changes training least."""
-        return next(r for r in self.rehearsed if r.step_s <= (1 + TOLERANCE) * self.fastest.step_s)
+        """Of those that are as good as the fastest, and better than dense training, the one that changes it least.
+
+        Dense training, if that is as good.
+        """
+        as_good = [r for r in self.rehearsed if r.step_s <= (1 + TOLERANCE) * self.fastest.step_s]
+        return next(r for r in as_good if r is self.dense or (1 + TOLERANCE) * r.step_s < self.dense.step_s)
 
     @property
     def dense(self) -> Rehearsed:
@@ -65,10 +70,12 @@ class Advice(NamedTuple):
         argument = f"hvd.DistributedOptimizer(..., compression={setting})"
         if self.recommended.candidate is DENSE:
             lines = ["Compression does not pay here: train without it."]
-            if best > 1:
+            if best >= 1.01:
                 lines.append(f"The fastest setting was {best:.2f} times as fast, which is too little.")
             return lines
-        gain = f"{self.speed_up:.1f} times as fast as dense training"
+        gain = f"{self.speed_up:.2f} times as fast as dense training"
+        if self.dense.step_s - self.recommended.step_s < 2 * math.hypot(self.dense.error_s, self.recommended.error_s):
+            gain += ", which may be noise: ask again with a larger --seconds"
         if self.recommended.candidate is HALF:
             return [f"Half precision is enough here: {argument}", f"Expected: {gain}."]
         lines = [f"Compression pays here: {argument}", f"Expected: {gain}."]
@@ -88,8 +95,8 @@ class Advice(NamedTuple):
                 {"setting": r.candidate.setting, **{k: v for k, v in r._asdict().items() if k != "candidate"}}
                 for r in self.rehearsed
             ],
-            "recommended": self.recommended.candidate.setting,
-            "speed_up": self.speed_up,
+            "recommended": None if self.noisy else self.recommended.candidate.setting,
+            "speed_up": None if self.noisy else self.speed_up,
             "noisy": [r.candidate.setting for r in self.noisy],
         }
 
@@ -107,7 +114,7 @@ def make_table(advice: Advice) -> Table:
             f"{1000 * r.selection_s:,.1f}" if r.selection_s else "",
             f"{advice.dense.step_s / r.step_s:.2f}",
             f"{r.bytes_sent / 1000:,.1f}",
-            style="bold" if r is advice.recommended else None,
+            style="bold" if r is advice.recommended and not advice.noisy else None,
         )
     return table
 

@@ -50,9 +50,11 @@ def run(
         raise CannotAdvise(f"--framework {framework}: it must be one of {', '.join(FRAMEWORKS)}")
     if script:
         try:
-            framework = framework or framework_of(Path(script[0]))
+            of_script = framework_of(Path(script[0]))
         except (OSError, UnicodeDecodeError) as error:
             raise CannotAdvise(f"{script[0]}: {error}") from error
+        framework = framework or of_script
+    json_file = json_file and json_file.absolute()  # the script may go elsewhere
     ranks = make_ranks(framework)
     if ranks.size == 1:
         raise CannotAdvise("there is one rank, and nothing to exchange: horovodrun -np N horovod-sparse advise ...")
@@ -78,11 +80,13 @@ def run(
     said, interrupted = time.monotonic(), False
     try:
         for turn, advice in enumerate(advise(ranks, found, seconds), 2):
-            if time.monotonic() - said > SAY_EVERY_S:
+            if time.monotonic() - said > SAY_EVERY_S and not advice.noisy:
                 said = time.monotonic()
                 console.print(f"turn {turn}: {advice.recommended.candidate.setting} so far")
             if json_file and ranks.rank == 0:
                 json_file.write_text(json.dumps(advice.as_json(), indent=1) + "\n")
+    except OSError as error:
+        raise CannotAdvise(f"--json {json_file}: {error}") from error
     except KeyboardInterrupt:
         if advice is None:
             raise
@@ -137,4 +141,5 @@ def profile_of_all(ranks: Ranks, script: Sequence[str], framework: str) -> Profi
     except Exception as error:
         traceback.print_exc()
         raise CannotAdvise(f"{script[0]}, rank {ranks.rank}: {type(error).__name__}: {error}") from error
+    ranks.join()  # others may have more steps to take, and some scripts reduce a figure in each
     return found._replace(compute_s=fmean(ranks.gather(found.compute_s)))

@@ -31,6 +31,9 @@ class Ranks(Protocol):
     def gather(self, item: Any) -> list[Any]:
         """Everybody's item."""
 
+    def join(self) -> None:
+        """Wait until all ranks do; the allreduces that others still ask for go on."""
+
 
 class TorchRanks:
     """Over `horovod.torch`."""
@@ -71,6 +74,9 @@ class TorchRanks:
     def gather(self, item: Any) -> list[Any]:
         return self._hvd.allgather_object(item, name=PREFIX)  # type: ignore[no-any-return]
 
+    def join(self) -> None:
+        self._hvd.join()
+
 
 class TensorFlowRanks:
     """Over `horovod.tensorflow`, whose eager operations block: so a thread does them, one after the other."""
@@ -106,3 +112,6 @@ class TensorFlowRanks:
 
     def gather(self, item: Any) -> list[Any]:
         return self._hvd.allgather_object(item, name=PREFIX)  # type: ignore[no-any-return]
+
+    def join(self) -> None:
+        self._hvd.join()

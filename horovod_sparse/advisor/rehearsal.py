@@ -260,7 +260,7 @@ def rehearse(
     known: dict[Candidate, Rehearsed] = {}
     for candidate, nbytes in ((DENSE, 4 * numel), (HALF, 2 * numel)):
         step_s = compute_s + link.allreduce_of(nbytes)
-        if compute_s + link.allreduce_of(nbytes / rehearsal.scale) > seconds / 8:
+        if link.allreduce_of(nbytes / rehearsal.scale) > seconds / 8:
             known[candidate] = Rehearsed(candidate, step_s, 0.0, 0.0, nbytes, 0)
     taken: dict[Candidate, list[Taken]] = {c: [] for c in (ALONE, *CANDIDATES) if c not in known}
     begin, turns = time.monotonic(), 0

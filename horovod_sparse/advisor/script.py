@@ -45,23 +45,35 @@ class Clock:
     """Takes the time at the end of each step."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
-        self.tensors: list[TensorSpec] = []
+        self._times: dict[tuple[int, ...], list[float]] = {}  # by the model: its parameters' identities
+        self._parameters: dict[int, tuple[Any, TensorSpec]] = {}  # the parameters too, lest an identity come back
         self.on_gpu = False
 
     @property
     def done(self) -> bool:
-        return len(self.times) > WARM_UP + STEPS
+        return len(self._longest) > WARM_UP + STEPS
 
-    def tick(self) -> None:
-        """A step has ended.
+    @property
+    def _longest(self) -> list[float]:
+        """Of the model that has taken most steps: where two take turns, a step is one of both."""
+        return max(self._times.values(), key=len, default=[])
 
-        Raises:
-            Stopped: it was the last one.
+    def watch(self, parameters: Sequence[Any], dtypes: Sequence[str]) -> Callable[[], None]:
+        """A model is met, for the first time or again; what is returned is called at the end of each of its steps.
+
+        It raises `Stopped` if that was the last one.
         """
-        self.times.append(time.perf_counter())
-        if self.done:
-            raise Stopped
+        for parameter, dtype in zip(parameters, dtypes, strict=True):
+            spec = TensorSpec(f"{len(self._parameters):06}", tuple(parameter.shape), dtype)
+            self._parameters.setdefault(id(parameter), (parameter, spec))
+        times = self._times.setdefault(tuple(map(id, parameters)), [])
+
+        def tick() -> None:
+            times.append(time.perf_counter())
+            if self.done:
+                raise Stopped
+
+        return tick
 
     def profile(self) -> Profile:
         """What was seen.
@@ -69,14 +81,15 @@ class Clock:
         Raises:
             TooFewSteps: there were too few.
         """
-        durations = [end - begin for begin, end in zip(self.times[WARM_UP:], self.times[WARM_UP + 1 :], strict=False)]
+        times = self._longest
+        durations = [end - begin for begin, end in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
         if len(durations) < AT_LEAST:
             raise TooFewSteps(
-                f"the script took {len(self.times)} steps with an optimizer, or a tape, made by Horovod's "
+                f"the script took {len(times)} steps with an optimizer, or a tape, made by Horovod's "
                 f"DistributedOptimizer or DistributedGradientTape; {WARM_UP + AT_LEAST + 1} are needed: "
                 "let it train for longer, or give --parameters in its place"
             )
-        return Profile(self.tensors, median(durations), self.on_gpu)
+        return Profile([spec for _, spec in self._parameters.values()], median(durations), self.on_gpu)
 
 
 def framework_of(script: Path) -> str:
@@ -104,8 +117,11 @@ def profile(script: Path, arguments: Sequence[str], framework: str) -> Profile:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except (Stopped, SystemExit):
+    except Stopped:
         pass
+    except SystemExit as end:
+        if end.code and not clock.done:
+            raise RuntimeError(f"it ended with sys.exit({end.code!r})") from end
     except Exception:  # TensorFlow raises an error of its own in the place of `Stopped`
         if not clock.done:
             raise
@@ -120,7 +136,7 @@ def stop(*_: Any, **__: Any) -> None:
     raise Stopped
 
 
-# We still need Horovod when the script has ended; and a rank that joins waits for others, which do not.
+# We still need Horovod when the script has ended; and all ranks join when theirs has (see `command.profile_of_all`).
 THE_END: Mapping[str, Callable[..., Any]] = {"shutdown": lambda: None, "join": stop}
 
 
@@ -143,12 +159,9 @@ def watch_torch(clock: Clock) -> Callable[[], None]:
 
     def DistributedOptimizer(optimizer: Any, named_parameters: Any = None, *args: Any, **kwargs: Any) -> Any:
         every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        clock.tensors += [
-            TensorSpec(f"{len(clock.tensors) + i:06}", tuple(p.shape), str(p.dtype).removeprefix("torch."))
-            for i, p in enumerate(every)
-        ]
+        tick = clock.watch(every, [str(p.dtype).removeprefix("torch.") for p in every])
         clock.on_gpu |= any(p.is_cuda for p in every)
-        optimizer.register_step_post_hook(lambda *_: clock.tick())
+        optimizer.register_step_post_hook(lambda *_: tick())
         optimizer.synchronize = lambda: None
         optimizer.skip_synchronize = nullcontext
         optimizer.set_backward_passes_per_step = lambda passes: None
@@ -167,26 +180,20 @@ def watch_tensorflow(clock: Clock) -> Callable[[], None]:
     import horovod_sparse.tensorflow as ours
     import horovod_sparse.tensorflow.keras as ours_keras
 
-    models: dict[tuple[int, ...], list[TensorSpec]] = {}  # by their variables
-
     class Watching(ours.MiCROCompressor):
         """Reduces nothing."""
 
         def reduce(self, gradients: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-            models[tuple(map(id, variables))] = [
-                TensorSpec("", tuple(v.shape), tf.as_dtype(v.dtype).name) for v in variables
-            ]
-            every = [spec for specs in models.values() for spec in specs]
-            clock.tensors = [spec._replace(name=f"{i:06}") for i, spec in enumerate(every)]
+            tick = clock.watch(variables, [tf.as_dtype(v.dtype).name for v in variables])
             clock.on_gpu |= bool(tf.config.list_physical_devices("GPU"))
 
-            def tick() -> Any:
-                clock.tick()
+            def ticked() -> int:
+                tick()
                 return 0
 
             with tf.control_dependencies(gradients):
-                ticked = tf.numpy_function(tick, [], tf.int64)
-            with tf.control_dependencies([ticked]):
+                at_the_end = tf.numpy_function(ticked, [], tf.int64)
+            with tf.control_dependencies([at_the_end]):
                 return [tf.identity(gradient) for gradient in gradients]
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:

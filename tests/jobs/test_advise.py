@@ -102,6 +102,54 @@ def test_a_script(name: str, tmp_path: Path) -> None:
     assert done.stdout.count("MiCROCompressor(density=0.01)") in (1, 2), "rank 0 alone prints"
 
 
+JOINS = """
+import os, time
+import {framework} as hvd
+{imports}
+hvd.init()
+os.chdir("/")
+{model}
+for step in range(8 if hvd.rank() == 0 else 12):
+    {step}
+    time.sleep(0.03)
+    hvd.allreduce({ones}, name="loss")
+hvd.join()
+"""
+IN_TORCH = {
+    "framework": "horovod.torch",
+    "imports": "import torch",
+    "model": "w = torch.nn.Parameter(torch.ones(500)); "
+    "optimizer = hvd.DistributedOptimizer(torch.optim.SGD([w], lr=0.1), [('w', w)])",
+    "step": "(w * w).sum().backward(); optimizer.step()",
+    "ones": "torch.ones(1)",
+}
+IN_TENSORFLOW = {
+    "framework": "horovod.tensorflow",
+    "imports": "import tensorflow as tf",
+    "model": "w = tf.Variable(tf.ones(500))",
+    "step": "\n    ".join(
+        [
+            "with tf.GradientTape() as tape:",
+            "    loss = tf.reduce_sum(w * w)",
+            "hvd.DistributedGradientTape(tape).gradient(loss, [w])",
+        ]
+    ),
+    "ones": "tf.ones(1)",
+}
+
+
+@pytest.mark.parametrize("framework", [IN_TORCH, IN_TENSORFLOW], ids=["torch", "tensorflow"])
+def test_ranks_that_have_not_as_many_steps(framework: dict[str, str], tmp_path: Path) -> None:
+    """They need one another in each, until they join; and the script goes into another directory."""
+    (tmp_path / "train.py").write_text(JOINS.format(**framework))
+    out = os.path.relpath(tmp_path / "a.json")
+    done = advise("--seconds", "1", "--json", out, str(tmp_path / "train.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    advice = json.loads((tmp_path / "a.json").read_text())
+    assert advice["numel"] == 500
+    assert advice["compute_s"] >= 0.03
+
+
 def test_a_model_size() -> None:
     done = advise("--parameters", "2e5", "--compute-ms", "5", "--seconds", "1", ranks=3)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -115,6 +163,7 @@ def test_a_model_size() -> None:
     ("script", "message"),
     [
         ("import horovod.torch as hvd; hvd.init(); hvd.join()", "took 0 steps"),
+        ("import horovod.torch as hvd, sys; hvd.init(); sys.exit('no data')", "it ended with sys.exit('no data')"),
         (
             "import horovod.torch as hvd; hvd.init(); assert hvd.rank() == 0, 'no data'; hvd.broadcast_object(0)",
             "train.py, rank 1: AssertionError: no data",

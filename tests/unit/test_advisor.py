@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 from horovod_sparse.advisor import command
@@ -38,6 +40,7 @@ def advice(compute_s: float, error_s: float = 0.0, **step_s: float) -> Advice:
         ({"0_1": 0.41, "0_01)": 0.401, "0_001": 0.4}, "MiCROCompressor(density=0.1)", 1 / 0.41, "pays"),
         ({"0_1": 0.42, "0_01)": 0.401, "0_001": 0.4}, "MiCROCompressor(density=0.01)", 1 / 0.401, "pays"),
         ({"0_01)": 0.5, "A2SGD": 0.4}, "A2SGDCompressor", 2.5, "pays"),
+        ({"0_1": 0.99, "A2SGD": 0.96}, "A2SGDCompressor", 1 / 0.96, "pays"),
     ],
 )
 def test_the_gentlest_setting_that_is_as_good_as_the_fastest(
@@ -61,7 +64,10 @@ def test_noise_matters_where_it_may_hide_the_fastest() -> None:
     assert [r.candidate.setting for r in given.noisy] == ["Compression.fp16"]
     assert "vary too much to tell" in given.lines()[0]
     assert len(advice(0.1, error_s=0.2, fp16=0.65).noisy) == len(CANDIDATES)
+    assert given.as_json()["recommended"] is given.as_json()["speed_up"] is None
     assert advice(0.1, error_s=0.05, fp16=0.5).noisy == []
+    assert "may be noise" in advice(0.1, error_s=0.05, fp16=0.9).lines()[1]
+    assert "may be noise" not in advice(0.1, error_s=0.05, fp16=0.8).lines()[1]
 
 
 def test_link() -> None:
@@ -87,6 +93,9 @@ class OneRank:
     def gather(self, item: Any) -> list[Any]:
         return [item]
 
+    def join(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("candidate", CANDIDATES[2:-1])
 def test_rehearsed_gradients_are_new_in_each_step(candidate: Candidate) -> None:
@@ -102,25 +111,55 @@ def test_rehearsed_gradients_are_new_in_each_step(candidate: Candidate) -> None:
     assert ranks.started == 10 * 4  # tokens, the first round, indices, values
 
 
+MODEL = [np.zeros((3, 4)), np.zeros(5)]
+
+
 def test_clock_stops_a_script_and_takes_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter([0, 50, 60, 70, *(71 + 2 * i for i in range(STEPS - 1)), 200])
     monkeypatch.setattr("horovod_sparse.advisor.script.time.perf_counter", lambda: next(ends))
     clock = Clock()
+    tick = clock.watch(MODEL, ["float32", "float32"])
     for _ in range(WARM_UP + STEPS):
-        clock.tick()
+        tick()
         assert not clock.done
     with pytest.raises(Stopped):
-        clock.tick()
+        tick()
     assert clock.done
     assert clock.profile().compute_s == 2
 
 
 def test_too_few_steps() -> None:
     clock = Clock()
+    tick = clock.watch(MODEL, ["float32", "float32"])
     for _ in range(5):
-        clock.tick()
+        tick()
     with pytest.raises(TooFewSteps, match=r"took 5 steps .* 7 are needed"):
         clock.profile()
+
+
+def test_a_step_of_two_models_that_take_turns_is_one_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr("horovod_sparse.advisor.script.time.perf_counter", lambda: now)
+    clock = Clock()
+    first, second = clock.watch(MODEL[:1], ["float32"]), clock.watch(MODEL[1:], ["float16"])
+    while not clock.done:
+        now += 90
+        with suppress(Stopped):
+            second()
+        now += 10
+        with suppress(Stopped):
+            first()
+    assert clock.profile().compute_s == 100
+    assert [(spec.shape, spec.dtype) for spec in clock.profile().tensors] == [((3, 4), "float32"), ((5,), "float16")]
+
+
+def test_a_model_that_gets_another_optimizer_is_the_same() -> None:
+    clock = Clock()
+    for _ in range(3):
+        tick = clock.watch(MODEL, ["float32", "float32"])
+        for _ in range(3):
+            tick()
+    assert [spec.numel for spec in clock.profile().tensors] == [12, 5]
 
 
 @pytest.mark.parametrize(

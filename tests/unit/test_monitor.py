@@ -245,6 +245,14 @@ def test_report_of_a_run_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
     assert rows_of(result.output)["last step"] == ["1"]
 
 
+def test_report_of_odd_lines_and_names(tmp_path: Path) -> None:
+    lines = [json.dumps(a_record(1)), "", json.dumps(a_record(2, method="[/red] \u2028"), ensure_ascii=False), ""]
+    (tmp_path / "log").write_text("\n".join(lines), encoding="utf-8")
+    result = run(app, ["report", str(tmp_path / "log"), "--plot", str(tmp_path / "out.png")])
+    assert result.exit_code == 0, result.output
+    assert "[/red]" in result.output
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -255,6 +263,9 @@ def test_report_of_a_run_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
         ('{"time": 3}\n', "line 1: figures are missing"),
         (json.dumps(a_record(1, density="x")) + "\n", "line 1: density is 'x'"),
         (json.dumps(a_record(1, bytes_sent=None)) + "\n", "line 1: bytes_sent is None"),
+        (json.dumps(a_record(1, residual_norm="x")) + "\n", "line 1: residual_norm is 'x'"),
+        (json.dumps(a_record(1, selected=10**400)) + "\n", "line 1: selected is 1"),
+        ("[" * 100_000 + "\n", "line 1"),
     ],
 )
 def test_report_says_what_is_no_log(content: str, message: str, tmp_path: Path) -> None:
